@@ -1,0 +1,3 @@
+"""tokenmill: an inference server for large language models."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,60 @@
+"""The protocol of attention backends: plan on the host, run on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """K and V of all layers in pages. Owned by `engine.kv_pool`; backends write only the slots of their rows.
+
+    Token t of page p stands at index p * page_size + t of the second dimension.
+    """
+
+    keys: Tensor  # [layers, num_pages * page_size, kv_heads, head_dim]
+    values: Tensor  # [layers, num_pages * page_size, kv_heads, head_dim]
+    page_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    """The rows of a step as plain ints. Row i computes positions starts[i] .. starts[i] + lengths[i] - 1 and
+    attends to positions 0 .. of itself. Its tokens follow row i - 1's in every [tokens, ...] tensor.
+    """
+
+    slots: tuple[int, ...]
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+AttentionMetadata = Any  # made by a backend's plan, read only by the same backend's run
+
+
+class AttentionBackend(Protocol):
+    """Causal attention over paged K/V with grouped heads."""
+
+    name: str
+
+    def plan(self, layout: RowLayout, page_table: Tensor, page_size: int) -> AttentionMetadata:
+        """Everything that is the same for all layers of a step.
+
+        `page_table` is [slots, pages_per_request] int64 on the device; the rows' pages are already entered,
+        those of the tokens computed in this step included.
+        """
+
+    def run(
+        self, query: Tensor, key: Tensor, value: Tensor, kv: KVCache, layer: int, metadata: AttentionMetadata
+    ) -> Tensor:
+        """Store `key` and `value` of the step's tokens, then attend.
+
+        Args:
+            query: [tokens, heads, head_dim], rope applied.
+            key, value: [tokens, kv_heads, head_dim].
+
+        Returns:
+            [tokens, heads, head_dim].
+        """

@@ -1,0 +1,195 @@
+"""Frozen configuration, and the pure function that resolves it.
+
+Flags are made from these fields (see ``cli``): a field's docstring is its help text. `resolve` leaves no "auto".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tokenmill.errors import ConfigError
+from tokenmill.spec import DTypeName, HardwareInfo, ModelSpec
+
+DEFAULT_MODEL = "smollm2-135m"
+ELEMENT_SIZE: dict[DTypeName, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+DEFAULT_POOL_TOKENS = 65536
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model, and in which form."""
+
+    model: str = DEFAULT_MODEL
+    """Alias, local folder, local .gguf file, or hub id."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of weights and K/V; auto is the faster of the two on this processor."""
+    max_model_len: int | None = None
+    """Longest prompt plus output in tokens; default is what the model and the K/V pool allow."""
+    chat_template: str | None = None
+    """File with a jinja2 chat template, in place of the model's own."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Device memory and compute."""
+
+    device: Literal["auto", "cpu"] = "auto"
+    """Where to run."""
+    attention: Literal["auto", "reference"] = "auto"
+    """Attention backend."""
+    page_size: int = 16
+    """Tokens a K/V page."""
+    num_pages: int | None = None
+    """K/V pages; default is sized from free memory."""
+    memory_fraction: float = 0.25
+    """Share of free memory that the K/V pool may take when --num-pages is not given."""
+    threads: int | None = None
+    """Compute threads; default is the processor's cores."""
+    debug_checks: bool = False
+    """Check page ownership after every step, and sampled ids for range. Slow."""
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Batching and the prefix cache."""
+
+    loop: Literal["overlap", "serial"] = "overlap"
+    """overlap plans the next step while the device computes this one; serial does not."""
+    batch_policy: Literal["mixed", "prefill-first"] = "mixed"
+    """mixed puts decode rows and prompt chunks into one step; prefill-first alternates."""
+    max_running: int = 64
+    """Most requests that run at once."""
+    prefill_budget: int = 512
+    """Most prompt tokens a step; longer prompts are cut into chunks."""
+    prefix_cache: bool = True
+    """Keep K/V of finished requests for prompts that start alike."""
+    reserve_ratio: float = 0.3
+    """Share of running requests' remaining max_tokens that admission holds pages back for (0 to 1)."""
+    max_waiting: int = 4096
+    """Most requests in the queue; more are refused with 503."""
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """HTTP and processes."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 8000
+    """Port to listen on."""
+    tokenizers: int = 1
+    """Tokenizer processes."""
+    served_model_name: str | None = None
+    """Name in /v1/models and in answers; default is the name that was given."""
+    start_timeout: float = 120.0
+    """Seconds that a process may take to become ready."""
+    max_body_bytes: int = 16 * 1024 * 1024
+    """Largest request body; larger ones are refused with 413."""
+    shutdown_grace: float = 3.0
+    """Seconds that running requests get to end after SIGTERM."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe message that is logged."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that the engine processes need, as the user gave it."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedConfig:
+    """RunConfig without any "auto" or None. Lengths are in tokens."""
+
+    device: Literal["cpu"]
+    dtype: DTypeName
+    attention: str
+    threads: int
+    page_size: int
+    num_pages: int
+    max_model_len: int
+    max_running: int
+    max_waiting: int
+    prefill_budget: int
+    batch_policy: Literal["mixed", "prefill-first"]
+    loop: Literal["overlap", "serial"]
+    prefix_cache: bool
+    reserve_ratio: float
+    debug_checks: bool
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens that the K/V pool holds."""
+        return self.num_pages * self.page_size
+
+    @property
+    def pages_per_request(self) -> int:
+        """Pages of the longest possible request: the width of a page-table row."""
+        return -(-self.max_model_len // self.page_size)
+
+
+def resolve(raw: RunConfig, hardware: HardwareInfo, spec: ModelSpec) -> ResolvedConfig:
+    """Choose every value that was left to tokenmill. Pure: same arguments, same answer.
+
+    Raises:
+        ConfigError: values that cannot work, with what would.
+    """
+    engine, scheduler = raw.engine, raw.scheduler
+    _at_least("--page-size", engine.page_size, 1)
+    _at_least("--max-running", scheduler.max_running, 1)
+    _at_least("--prefill-budget", scheduler.prefill_budget, 1)
+    _at_least("--max-waiting", scheduler.max_waiting, 1)
+    for flag, share in (("--memory-fraction", engine.memory_fraction), ("--reserve-ratio", scheduler.reserve_ratio)):
+        if not 0 <= share <= 1:
+            raise ConfigError(f"{flag} must be from 0 to 1, not {share}")
+    dtype: DTypeName = hardware.fastest_dtype if raw.model.dtype == "auto" else raw.model.dtype
+    num_pages = engine.num_pages
+    if num_pages is None:
+        tokens = int(hardware.memory_bytes * engine.memory_fraction) // spec.kv_bytes_per_token(ELEMENT_SIZE[dtype])
+        most = max(DEFAULT_POOL_TOKENS, spec.max_position)
+        num_pages = min(tokens, most) // engine.page_size
+        if num_pages < 1:
+            limit = f"{engine.memory_fraction:.0%} of {hardware.memory_bytes >> 20} MiB"
+            raise ConfigError(
+                f"no K/V page of this model fits {limit}: free some memory, raise --memory-fraction, or set --num-pages"
+            )
+    _at_least("--num-pages", num_pages, 1)
+    most = min(spec.max_position, num_pages * engine.page_size)
+    wanted = raw.model.max_model_len
+    if wanted is not None:
+        _at_least("--max-model-len", wanted, 2)
+        if wanted > spec.max_position:
+            raise ConfigError(f"--max-model-len {wanted} is over the model's context of {spec.max_position} tokens")
+        if wanted > most:
+            raise ConfigError(
+                f"--max-model-len {wanted} does not fit the K/V pool of {num_pages * engine.page_size} tokens: "
+                "raise --num-pages or --memory-fraction"
+            )
+    if engine.threads is not None:
+        _at_least("--threads", engine.threads, 1)
+    return ResolvedConfig(
+        device="cpu",
+        dtype=dtype,
+        attention="reference" if engine.attention == "auto" else engine.attention,
+        threads=engine.threads or hardware.num_threads,
+        page_size=engine.page_size,
+        num_pages=num_pages,
+        max_model_len=wanted or most,
+        max_running=scheduler.max_running,
+        max_waiting=scheduler.max_waiting,
+        prefill_budget=scheduler.prefill_budget,
+        batch_policy=scheduler.batch_policy,
+        loop=scheduler.loop,
+        prefix_cache=scheduler.prefix_cache,
+        reserve_ratio=scheduler.reserve_ratio,
+        debug_checks=engine.debug_checks,
+    )
+
+
+def _at_least(flag: str, value: int, least: int) -> None:
+    if value < least:
+        raise ConfigError(f"{flag} must be at least {least}, not {value}")

@@ -1,0 +1,83 @@
+"""Every error that a user can cause, as one small tree.
+
+    TokenmillError
+    ├── InvalidRequest        400, names the field
+    │   ├── RequestTooLong    400, prompt or output over what the model or the pool can hold
+    │   └── UnsupportedField  400, a field that is known but not honoured yet
+    ├── ModelNotFound         404 over HTTP; exit 2 on the command line
+    ├── ModelUnreadable       a file that is truncated, damaged, or of an unknown kind
+    ├── Overloaded            429 or 503, with retry_after
+    ├── ConfigError           a flag or an environment variable that cannot work
+    ├── StartFailed           a process did not become ready; carries its reason
+    └── WorkerDied            a process ended while requests were running
+
+``server.app`` maps them to HTTP in one place, ``cli`` to one line on stderr and an exit code.
+"""
+
+from __future__ import annotations
+
+
+class TokenmillError(Exception):
+    """Base of all errors with a message fit for a user: what was wrong, what to do."""
+
+    status = 500
+    kind = "InternalServerError"
+    param: str | None = None
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+
+class InvalidRequest(TokenmillError):
+    """A request that cannot be honoured; `param` names the field at fault."""
+
+    status = 400
+    kind = "BadRequestError"
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class RequestTooLong(InvalidRequest):
+    """Prompt plus output does not fit the model's context or the K/V pool."""
+
+
+class UnsupportedField(InvalidRequest):
+    """A field of the API that is not honoured; refused rather than ignored."""
+
+
+class ModelNotFound(TokenmillError):
+    """No model under this name; the message tells what was tried."""
+
+    status = 404
+    kind = "NotFoundError"
+    param = "model"
+
+
+class ModelUnreadable(TokenmillError):
+    """A model file that exists but cannot be used."""
+
+
+class Overloaded(TokenmillError):
+    """The queue is full. `retry_after` is in seconds."""
+
+    status = 503
+    kind = "ServiceUnavailableError"
+
+    def __init__(self, message: str, retry_after: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class ConfigError(TokenmillError):
+    """A flag, file or environment value that cannot work."""
+
+
+class StartFailed(TokenmillError):
+    """A process could not start; the message carries its reason."""
+
+
+class WorkerDied(TokenmillError):
+    """A process ended while it was needed."""

@@ -1,0 +1,93 @@
+"""What the scheduler hands to the engine and takes back: plain ints and tuples, complete when built."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from dataclasses import dataclass
+
+from tokenmill.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One request's part of a step: positions start .. start + length - 1.
+
+    `token_ids` has `length` ids, or is None when the single input is the token that the step before samples
+    for this slot ("last sampled"): the engine takes it from its last-token table. `is_sampled` is True when the
+    row reaches the request's end, so that its last position draws a token.
+    """
+
+    uid: int
+    slot: int
+    start: int
+    length: int
+    token_ids: tuple[int, ...] | None
+    is_sampled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SlotOpening:
+    """A request takes a slot: the engine loads its sampling parameters into the slot's columns.
+
+    `blocked_ids` may not be drawn while fewer than `params.min_tokens` tokens are generated;
+    `prompt_len` tells how many tokens that is from a position.
+    """
+
+    slot: int
+    uid: int
+    params: SamplingParams
+    prompt_len: int
+    blocked_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PageUpdate:
+    """Entries first .. first + len(pages) - 1 of a slot's page-table row become `pages`."""
+
+    slot: int
+    first: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One forward pass. The engine applies openings, then page updates, then computes the rows.
+
+    Slots that no row names keep their state; a slot is closed by being opened again.
+    """
+
+    step: int
+    rows: tuple[Row, ...]
+    openings: tuple[SlotOpening, ...] = ()
+    page_updates: tuple[PageUpdate, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in this step."""
+        return sum(row.length for row in self.rows)
+
+    @property
+    def num_sampled(self) -> int:
+        """Rows that draw a token."""
+        return sum(row.is_sampled for row in self.rows)
+
+    def digest(self) -> str:
+        """A short hash of everything that decides the step; equal on every rank."""
+        numbers = array("q", (self.step, len(self.rows)))
+        for row in self.rows:
+            numbers.extend((row.uid, row.slot, row.start, row.length, row.is_sampled))
+            numbers.extend((-1,) if row.token_ids is None else row.token_ids)
+        for opening in self.openings:
+            numbers.extend((-2, opening.slot, opening.uid, opening.prompt_len))
+        for update in self.page_updates:
+            numbers.extend((-3, update.slot, update.first, *update.pages))
+        return hashlib.blake2b(numbers.tobytes(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Ids drawn in a step, one for each row with `is_sampled`, in the plan's order."""
+
+    step: int
+    token_ids: tuple[int, ...]

@@ -1,0 +1,71 @@
+"""What a model is (ModelSpec) and what a machine is (HardwareInfo), as plain frozen data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+RopeKind = Literal["default", "linear", "llama3", "yarn"]
+DTypeName = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary position embedding. Names follow Hugging Face's `rope_scaling`.
+
+    `attention_factor` None means the kind's own default (yarn: 0.1 ln(factor) + 1, or from mscale).
+    """
+
+    kind: RopeKind = "default"
+    theta: float = 10000.0
+    rotary_dim: int | None = None
+    factor: float = 1.0
+    original_max_position: int | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Shape of a decoder-only transformer; everything that `models` needs besides the weights."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    norm_eps: float = 1e-5
+    rope: RopeSpec = field(default_factory=RopeSpec)
+    tie_embeddings: bool = False
+    attention_bias: bool = False
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    activation: Literal["silu"] = "silu"
+
+    def kv_bytes_per_token(self, element_size: int) -> int:
+        """Bytes of K and V that one token takes over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * element_size
+
+
+@dataclass(frozen=True, slots=True)
+class HardwareInfo:
+    """What the machine offers, measured once at start by `engine.device`.
+
+    `memory_bytes` is what is free for weights and K/V; `fastest_dtype` was timed on this processor.
+    """
+
+    device: Literal["cpu", "cuda"]
+    num_threads: int
+    memory_bytes: int
+    fastest_dtype: DTypeName
+    name: str = ""

@@ -1,0 +1,139 @@
+"""The vocabulary of requests: sampling parameters, finish reasons, usage. Validated here and nowhere else."""
+
+from __future__ import annotations
+
+import enum
+import math
+import secrets
+from collections.abc import Sequence
+
+import msgspec
+
+from tokenmill.errors import InvalidRequest
+
+MAX_STOP_STRINGS = 64
+MAX_LOGIT_BIAS = 1024
+MAX_CHOICES = 128
+SEED_BITS = 63
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended. The values are those of the HTTP API."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Token counts of one request. The end token counts as generated."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to draw and when to stop, for one prompt.
+
+    Args:
+        max_tokens: most tokens to generate; None is all that the context leaves.
+        min_tokens: no end token, stop id or stop string before this many tokens.
+        temperature: 0 is greedy; otherwise logits are divided by it.
+        top_k: keep the k likeliest tokens; 0 or -1 keeps all.
+        top_p: keep the likeliest tokens up to this share of probability.
+        min_p: drop tokens less likely than this share of the likeliest one's probability.
+        seed: makes the draw repeatable; None lets the server choose.
+        n: choices for the prompt.
+        stop: text that ends the output.
+        stop_token_ids: ids that end the output besides the model's own end ids.
+        ignore_eos: do not end at the model's end ids.
+        include_stop_str_in_output: keep the stop text, or the stop token's text, in the output.
+        skip_special_tokens: leave special tokens out of the text.
+        logit_bias: added to the logits of these ids, -100 to 100.
+
+    Raises:
+        InvalidRequest: a value is out of range; `param` names it.
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    n: int = 1
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logit_bias: dict[int, float] = {}
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, 1)
+        _whole("min_tokens", self.min_tokens, 0)
+        _number("temperature", self.temperature, 0.0, 100.0)
+        _whole("top_k", self.top_k, -1)
+        _number("top_p", self.top_p, 0.0, 1.0)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _whole("n", self.n, 1, MAX_CHOICES)
+        if self.seed is not None:
+            _whole("seed", self.seed, -(2**63), 2**64 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(f"min_tokens ({self.min_tokens}) is over max_tokens ({self.max_tokens})", "min_tokens")
+        self._check_stops()
+        self._check_bias()
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple, also when one string was given."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def is_greedy(self) -> bool:
+        """True when the likeliest token is always taken."""
+        return self.temperature < 1e-4 or self.top_k == 1
+
+    def for_choice(self, index: int) -> SamplingParams:
+        """The parameters of one of `n` choices: a seed of its own, and n = 1.
+
+        A request without a seed gets a random one here, so that nothing below draws randomness.
+        """
+        seed = secrets.randbits(SEED_BITS) if self.seed is None else self.seed
+        return msgspec.structs.replace(self, seed=(seed + index) % 2**SEED_BITS, n=1)
+
+    def _check_stops(self) -> None:
+        if not isinstance(self.stop, str | list | tuple):
+            raise InvalidRequest("stop must be a string or a list of strings", "stop")
+        if len(self.stop_strings) > MAX_STOP_STRINGS:
+            raise InvalidRequest(f"stop holds at most {MAX_STOP_STRINGS} strings", "stop")
+        if not all(isinstance(text, str) and text for text in self.stop_strings):
+            raise InvalidRequest("stop must hold non-empty strings only", "stop")
+        for token in self.stop_token_ids:
+            _whole("stop_token_ids", token, 0, 2**31 - 1)
+
+    def _check_bias(self) -> None:
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise InvalidRequest(f"logit_bias holds at most {MAX_LOGIT_BIAS} ids", "logit_bias")
+        for token, bias in self.logit_bias.items():
+            _whole("logit_bias", token, 0, 2**31 - 1)
+            _number("logit_bias", bias, -100.0, 100.0)
+
+
+def _whole(name: str, value: object, least: int, most: int | None = None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InvalidRequest(f"{name} must be a whole number, not {value!r}", name)
+    if value < least or (most is not None and value > most):
+        span = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise InvalidRequest(f"{name} must be {span}, not {value}", name)
+
+
+def _number(name: str, value: object, least: float, most: float) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise InvalidRequest(f"{name} must be a finite number, not {value!r}", name)
+    if not least <= value <= most:
+        raise InvalidRequest(f"{name} must be from {least:g} to {most:g}, not {value:g}", name)

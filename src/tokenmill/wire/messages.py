@@ -1,0 +1,219 @@
+"""Every message that crosses a process border. msgspec structs, tagged by name, encoded as msgpack.
+
+Token ids travel as int32 bytes (`pack_ids`, `unpack_ids`), results as columns. Who sends what to whom:
+
+    API server  -- Limits, TokenizeJob, Abort --> tokenizer worker k   (one pipe a worker, first in first out)
+    tokenizer   -- GenerateJob, Abort -->  scheduler            (an Abort follows its job and cannot overtake it)
+    tokenizer   -- Tokenized, Refused -->  API server
+    API server  -- Abort, Probe, Stop -->  scheduler            (Abort only after the job is known to have arrived)
+    scheduler   -- OpenText, TokenBatch -> detokenizer          (OpenText before the request's first token)
+    scheduler   -- Pulse ------------------> API server
+    detokenizer -- TextBatch -----------> API server
+    detokenizer -- Abort ---------------> scheduler             (a stop string was found)
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from tokenmill.types import FinishReason, SamplingParams
+
+
+def pack_ids(token_ids: Iterable[int]) -> bytes:
+    """Token ids as little-endian int32 bytes."""
+    return array("i", token_ids).tobytes()
+
+
+def unpack_ids(data: bytes) -> list[int]:
+    """The token ids of `pack_ids`."""
+    ids = array("i")
+    ids.frombytes(data)
+    return ids.tolist()
+
+
+class ErrorInfo(msgspec.Struct, frozen=True):
+    """An error that a client can be shown; the fields of OpenAI's error object, and the HTTP status."""
+
+    message: str
+    kind: str = "InternalServerError"
+    status: int = 500
+    param: str | None = None
+
+
+class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """Chat messages before the template: `messages` are checked OpenAI-shaped dicts."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: dict[str, Any] = {}
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What the engine can hold, in tokens; sent to every tokenizer worker before the first job."""
+
+    max_model_len: int
+    vocab_size: int
+
+
+class TokenizeJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """One prompt to be tokenized and generated from; exactly one of `text`, `token_ids`, `chat` is set.
+
+    `echo` puts the prompt's text before the output's. `uids` has one request a choice; choice i has
+    `params.for_choice(i)` and they share the prompt.
+    """
+
+    uids: list[int]
+    params: SamplingParams
+    text: str | None = None
+    token_ids: bytes | None = None
+    chat: ChatPrompt | None = None
+    echo: bool = False
+
+
+class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What the detokenizer must know of a request.
+
+    `prompt_tail` are the prompt's last few ids as context for the first token (int32 bytes). With `echo_text`
+    or `echo_ids` the prompt is put before the output; stop strings do not look at it.
+    """
+
+    stop: list[str] = []
+    min_tokens: int = 0
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    prompt_tail: bytes = b""
+    echo_text: str | None = None
+    echo_ids: bytes | None = None
+
+
+class GenerateJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """One request for the scheduler. `end_ids` are the model's; empty with `ignore_eos`.
+
+    `max_tokens` is resolved: never None. `text` is handed on to the detokenizer unread. `salt` is what else
+    changes K/V besides the ids.
+    """
+
+    uid: int
+    token_ids: bytes
+    params: SamplingParams
+    max_tokens: int
+    end_ids: list[int]
+    text: TextOptions
+    salt: str = ""
+
+
+class Tokenized(msgspec.Struct, frozen=True, tag=True):
+    """A TokenizeJob became GenerateJobs; `prompt_tokens` is counted once a prompt."""
+
+    uids: list[int]
+    prompt_tokens: int
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """A TokenizeJob cannot be honoured; none of its requests was started."""
+
+    uids: list[int]
+    error: ErrorInfo
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """End these requests in whatever state they are. Unknown or finished ones: nothing happens."""
+
+    uids: list[int]
+
+
+class Probe(msgspec.Struct, frozen=True, tag=True):
+    """Asks the scheduler for a Pulse with the same serial, answered between steps."""
+
+    serial: int
+
+
+class Pulse(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The scheduler's state at one moment; answers a Probe."""
+
+    serial: int
+    steps: int
+    waiting: int
+    running: int
+    free_pages: int
+    cached_pages: int
+    num_pages: int
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    retractions: int = 0
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """End the process: at once, or when `drain` once nothing is running or waiting."""
+
+    drain: bool = False
+
+
+class OpenText(msgspec.Struct, frozen=True, tag=True):
+    """Sent to the detokenizer before the first token of a request."""
+
+    uid: int
+    options: TextOptions
+
+
+class Finish(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of one request as the scheduler sees it. `stop_token` is the id that matched; None for an end id."""
+
+    uid: int
+    reason: FinishReason
+    is_stop_token: bool = False
+    stop_token: int | None = None
+    error: ErrorInfo | None = None
+
+
+class TokenBatch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The outcome of a step, as columns.
+
+    Row i is request `uids[i]` with `counts[i]` new ids, one after another in `token_ids`. `accepted` are requests
+    that entered the queue. `admitted` are (uid, cached tokens), sent with or before the request's first token.
+    `finished` applies after the rows. A finishing stop token is in the rows; `Finish.is_stop_token` says so.
+    """
+
+    uids: list[int] = []
+    counts: list[int] = []
+    token_ids: bytes = b""
+    accepted: list[int] = []
+    admitted: list[tuple[int, int]] = []
+    finished: list[Finish] = []
+
+
+class TextDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What is new of one request: text, token count so far, and the end if it ended.
+
+    `completion_tokens` is the total up to the end of `text`. `stop_reason` is the stop string or id that matched.
+    `token_ids` are the ids of this delta (int32 bytes), without those after a stop string.
+    """
+
+    uid: int
+    text: str = ""
+    token_ids: bytes = b""
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    accepted: bool = False
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: ErrorInfo | None = None
+
+
+class TextBatch(msgspec.Struct, frozen=True, tag=True):
+    """Deltas of one or more requests, for the API server."""
+
+    deltas: list[TextDelta]
+
+
+ToTokenizer = Limits | TokenizeJob | Abort | Stop
+ToScheduler = GenerateJob | Abort | Probe | Stop
+ToDetokenizer = OpenText | TokenBatch | Stop
+ToServer = Tokenized | Refused | TextBatch | Pulse
