@@ -1,0 +1,274 @@
+"""Child processes: started together, ready within a timeout or a reason why not, watched, and never left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import importlib
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection, process, resource_tracker
+from typing import Any
+
+from tokenmill import log
+from tokenmill.errors import StartFailed, TokenmillError
+
+USER_ERROR_EXIT = 2
+PR_SET_PDEATHSIG = 1
+PR_SET_NAME = 15
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ProcessPlan:
+    """A process to be started.
+
+    `target(settings, report)` runs in the child and must call `report.ready()`; a string "package.module:function" is
+    imported there only, so that the parent need not load what it does not use. `settings` must be picklable.
+    """
+
+    name: str
+    target: Callable[[Any, Report], None] | str
+    settings: Any
+    log_level: str = "info"
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A child's word that it can work, with what it tells about itself."""
+
+    name: str
+    pid: int
+    info: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A child's last word. `is_user_error` is true for a TokenmillError: its reason needs no traceback."""
+
+    reason: str
+    is_user_error: bool
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a child ended. `exit_code` is negative for a signal, as in `multiprocessing`."""
+
+    name: str
+    exit_code: int
+    reason: str
+
+
+class Report:
+    """The child's line to its parent."""
+
+    def __init__(self, name: str, pipe: connection.Connection) -> None:
+        self._name = name
+        self._pipe = pipe
+
+    def ready(self, **info: Any) -> None:
+        """Tell the parent that this process can work; `info` must be picklable without tokenmill's heavy packages."""
+        self._send(Ready(self._name, os.getpid(), info))
+
+    def failed(self, reason: str, *, is_user_error: bool) -> None:
+        """Tell the parent why this process ends."""
+        self._send(Failed(reason, is_user_error))
+
+    def _send(self, message: Ready | Failed) -> None:
+        with contextlib.suppress(OSError):
+            self._pipe.send(message)
+
+
+@dataclass
+class _Child:
+    plan: ProcessPlan
+    process: process.BaseProcess
+    pipe: connection.Connection
+    failure: Failed | None = None
+    has_hung_up: bool = False
+
+    def receive(self) -> Ready | None:
+        """The child's Ready if it has come; keeps a Failed for `ended`."""
+        try:
+            while self.pipe.poll():
+                message = self.pipe.recv()
+                if isinstance(message, Ready):
+                    return message
+                self.failure = message
+        except (EOFError, OSError):
+            self.has_hung_up = True
+        return None
+
+    def ended(self) -> Ended:
+        """How the child ended; waits for the end, which must be near."""
+        self.receive()
+        self.process.join(2.0)
+        code = self.process.exitcode
+        reason = self.failure.reason if self.failure else _describe_exit(code)
+        return Ended(self.plan.name, -signal.SIGKILL if code is None else code, reason)
+
+
+class Supervisor:
+    """Starts children and knows when one ends. Not safe for use from several threads.
+
+    Linux kills a child when the thread that started it ends: call `start` from a thread that outlives the children.
+    """
+
+    def __init__(self, start_timeout: float) -> None:
+        self._start_timeout = start_timeout
+        self._context = multiprocessing.get_context("spawn")
+        self._children: list[_Child] = []
+
+    def start(self, plans: Sequence[ProcessPlan]) -> dict[str, Ready]:
+        """Spawn all at once and wait until every one is ready.
+
+        Raises:
+            StartFailed: one failed, died or took longer than the timeout (seconds); all are stopped by then.
+        """
+        try:
+            for plan in plans:
+                self._children.append(self._spawn(plan))
+            return self._wait_ready()
+        except BaseException:
+            self.stop(grace=1.0)
+            raise
+
+    async def watch(self) -> Ended:
+        """Wait until any child ends."""
+        loop = asyncio.get_running_loop()
+        first: asyncio.Future[_Child] = loop.create_future()
+
+        def end(child: _Child) -> None:
+            loop.remove_reader(child.process.sentinel)
+            if not first.done():
+                first.set_result(child)
+
+        for child in self._children:
+            loop.add_reader(child.process.sentinel, end, child)
+        try:
+            return (await first).ended()
+        finally:
+            for child in self._children:
+                loop.remove_reader(child.process.sentinel)
+
+    def stop(self, grace: float) -> None:
+        """SIGTERM to all, SIGKILL after `grace` seconds to those that remain; returns when none is left."""
+        children, self._children = self._children, []
+        for child in children:
+            child.process.terminate()
+        deadline = time.monotonic() + grace
+        for child in children:
+            child.process.join(max(0.0, deadline - time.monotonic()))
+            if child.process.exitcode is None:
+                child.process.kill()
+                child.process.join()
+            child.pipe.close()
+            child.process.close()
+
+    def _spawn(self, plan: ProcessPlan) -> _Child:
+        receiver, sender = self._context.Pipe(duplex=False)
+        child = self._context.Process(target=_run_child, args=(plan, sender, os.getpid()), name=plan.name, daemon=True)
+        with _interrupt_blocked():
+            child.start()
+        sender.close()
+        return _Child(plan, child, receiver)
+
+    def _wait_ready(self) -> dict[str, Ready]:
+        ready: dict[str, Ready] = {}
+        deadline = time.monotonic() + self._start_timeout
+        while waiting := [child for child in self._children if child.plan.name not in ready]:
+            handles = [handle for child in waiting for handle in (child.pipe, child.process.sentinel)]
+            if not connection.wait(handles, max(0.0, deadline - time.monotonic())):
+                names = ", ".join(child.plan.name for child in waiting)
+                raise StartFailed(
+                    f"{names} not ready within {self._start_timeout:g} s: see the log above, or raise --start-timeout"
+                )
+            for child in waiting:
+                if message := child.receive():
+                    ready[child.plan.name] = message
+                elif child.failure or child.has_hung_up or connection.wait([child.process.sentinel], 0):
+                    ended = child.ended()
+                    raise StartFailed(f"{ended.name} could not start: {ended.reason}")
+        return {child.plan.name: ready[child.plan.name] for child in self._children}
+
+
+def _describe_exit(code: int | None) -> str:
+    if code is None:
+        return "it no longer answers"
+    if code >= 0:
+        return f"it ended with exit code {code}"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    return f"killed by {name}" + (" (out of memory?)" if -code == signal.SIGKILL else "")
+
+
+@contextlib.contextmanager
+def _interrupt_blocked() -> Iterator[None]:
+    # A child inherits the mask, so a Ctrl-C before it can ignore SIGINT does not end it with a traceback.
+    # The resource tracker unblocks SIGINT when it starts: let it start before.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _run_child(plan: ProcessPlan, pipe: connection.Connection, parent: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    _die_with_parent(plan.name, parent)
+    log.configure(plan.name, plan.log_level)
+    report = Report(plan.name, pipe)
+    try:
+        _resolve(plan.target)(plan.settings, report)
+    except TokenmillError as error:
+        report.failed(error.message, is_user_error=True)
+        _exit(USER_ERROR_EXIT)
+    except Exception as error:
+        logger.exception("ended by an error")
+        report.failed(f"{type(error).__name__}: {error}", is_user_error=False)
+        _exit(1)
+
+
+def _resolve(target: Callable[[Any, Report], None] | str) -> Callable[[Any, Report], None]:
+    if not isinstance(target, str):
+        return target
+    module, _, name = target.partition(":")
+    function: Callable[[Any, Report], None] = getattr(importlib.import_module(module), name)
+    return function
+
+
+def _die_with_parent(name: str, parent: int) -> None:
+    """End this process when its parent ends, also by SIGKILL: by the kernel on Linux, by a waiting thread elsewhere."""
+    if sys.platform == "linux":
+        prctl = ctypes.CDLL(None).prctl
+        prctl(PR_SET_NAME, f"tm-{name}".encode()[:15])
+        prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+        if os.getppid() != parent:
+            os._exit(1)
+    threading.Thread(target=_exit_after_parent, name="parent-watch", daemon=True).start()
+
+
+def _exit_after_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _exit(code: int) -> None:
+    # Not sys.exit: open sockets or threads of a failed process could keep the interpreter from ending.
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
