@@ -1,4 +1,4 @@
-"""The header of a GGUF file as plain Python values, read without its tensors.
+"""The header of a GGUF file as plain Python values, read without its tensors' data.
 
 The layout is that of the GGUF specification (ggml, docs/gguf.md), versions 2 and 3, little-endian. The `gguf`
 package's reader makes a numpy view of every string, which takes seconds for a vocabulary; this takes milliseconds.
@@ -9,8 +9,9 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenmill.errors import ModelUnreadable
 
@@ -18,6 +19,20 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+DEFAULT_ALIGNMENT = 32
+MAX_DIMENSIONS = 8
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where a tensor lies: `shape` slowest dimension first, `kind` a ggml type's number, `offset` in the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: int
+    offset: int
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
@@ -26,9 +41,22 @@ def read_metadata(path: Path) -> dict[str, Any]:
     Raises:
         ModelUnreadable: not a GGUF file, of another version or byte order, truncated, or damaged.
     """
+    return _read(path, _Header.pairs)
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], list[TensorInfo]]:
+    """The key-value pairs of `read_metadata`, and the tensors in the file's order.
+
+    Raises:
+        ModelUnreadable: as `read_metadata`.
+    """
+    return _read(path, _Header.pairs_and_tensors)
+
+
+def _read(path: Path, take: Callable[[_Header], T]) -> T:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Header(data).pairs()
+            return take(_Header(data))
     except OSError as error:
         raise ModelUnreadable(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, struct.error, RecursionError, MemoryError, OverflowError) as error:
@@ -46,6 +74,7 @@ class _Header:
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
         self._position = 0
+        self._num_tensors = 0
 
     def pairs(self) -> dict[str, Any]:
         if self._bytes(4) != MAGIC:
@@ -54,13 +83,29 @@ class _Header:
         if version not in VERSIONS:
             other = " (big-endian files are not supported)" if version & 0xFFFF == 0 else ""
             raise _Damage(f"it is of version {version}, not {' or '.join(map(str, VERSIONS))}{other}")
-        self._scalar("Q")
+        self._num_tensors = self._scalar("Q")
         count = self._scalar("Q")
         pairs: dict[str, Any] = {}
         for _ in range(count):
             key = self._text()
             pairs[key] = self._value(self._scalar("I"))
         return pairs
+
+    def pairs_and_tensors(self) -> tuple[dict[str, Any], list[TensorInfo]]:
+        pairs = self.pairs()
+        alignment = pairs.get("general.alignment", DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise _Damage(f"its alignment is {alignment!r}")
+        infos = [self._tensor() for _ in range(self._num_tensors)]
+        start = -(-self._position // alignment) * alignment
+        return pairs, [TensorInfo(name, shape, kind, start + offset) for name, shape, kind, offset in infos]
+
+    def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
+        name, num_dimensions = self._text(), self._scalar("I")
+        if num_dimensions > MAX_DIMENSIONS:
+            raise _Damage(f"its tensor {name} has {num_dimensions} dimensions")
+        shape = tuple(self._scalar("Q") for _ in range(num_dimensions))
+        return name, shape[::-1], self._scalar("I"), self._scalar("Q")
 
     def _bytes(self, length: int) -> bytes:
         end = self._position + length
