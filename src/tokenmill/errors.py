@@ -11,7 +11,7 @@
     ├── StartFailed           a process did not become ready; carries its reason
     └── WorkerDied            a process ended while requests were running
 
-``server.app`` maps them to HTTP in one place, ``cli`` to one line on stderr and an exit code.
+``server.errors`` maps them to HTTP in one place, ``cli`` to one line on stderr and an exit code.
 """
 
 from __future__ import annotations

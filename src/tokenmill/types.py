@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import math
 import secrets
 from collections.abc import Sequence
 
@@ -15,6 +14,7 @@ MAX_STOP_STRINGS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_CHOICES = 128
 SEED_BITS = 63
+MAX_INT32 = 2**31 - 1
 
 
 class FinishReason(enum.StrEnum):
@@ -74,10 +74,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 1)
-        _whole("min_tokens", self.min_tokens, 0)
+            _whole("max_tokens", self.max_tokens, 1, MAX_INT32)
+        _whole("min_tokens", self.min_tokens, 0, MAX_INT32)
         _number("temperature", self.temperature, 0.0, 100.0)
-        _whole("top_k", self.top_k, -1)
+        _whole("top_k", self.top_k, -1, MAX_INT32)
         _number("top_p", self.top_p, 0.0, 1.0)
         _number("min_p", self.min_p, 0.0, 1.0)
         _whole("n", self.n, 1, MAX_CHOICES)
@@ -114,13 +114,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if not all(isinstance(text, str) and text for text in self.stop_strings):
             raise InvalidRequest("stop must hold non-empty strings only", "stop")
         for token in self.stop_token_ids:
-            _whole("stop_token_ids", token, 0, 2**31 - 1)
+            _whole("stop_token_ids", token, 0, MAX_INT32)
 
     def _check_bias(self) -> None:
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise InvalidRequest(f"logit_bias holds at most {MAX_LOGIT_BIAS} ids", "logit_bias")
         for token, bias in self.logit_bias.items():
-            _whole("logit_bias", token, 0, 2**31 - 1)
+            _whole("logit_bias", token, 0, MAX_INT32)
             _number("logit_bias", bias, -100.0, 100.0)
 
 
@@ -133,7 +133,7 @@ def _whole(name: str, value: object, least: int, most: int | None = None) -> Non
 
 
 def _number(name: str, value: object, least: float, most: float) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise InvalidRequest(f"{name} must be a finite number, not {value!r}", name)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise InvalidRequest(f"{name} must be a number, not {value!r}", name)
     if not least <= value <= most:
-        raise InvalidRequest(f"{name} must be from {least:g} to {most:g}, not {value:g}", name)
+        raise InvalidRequest(f"{name} must be from {least:g} to {most:g}, not {value}", name)

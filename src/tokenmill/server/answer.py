@@ -1,0 +1,94 @@
+"""One request's way through the engine, as an ASGI response that owns its `Generation`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tokenmill.errors import TokenmillError
+from tokenmill.server.client import EngineClient, Generation
+from tokenmill.server.errors import ClientLeft, error_object, json_response
+from tokenmill.server.protocol import GenerationRequest
+from tokenmill.server.shapes import Shape, usage_json
+from tokenmill.server.sse import DONE, encode_event, send_events, start_stream
+from tokenmill.wire.messages import TextDelta
+
+
+class Answer(Response):
+    """Generates while it is sent; leaving in any way, also by the client's, aborts what has not ended.
+
+    Errors before the first byte are raised, for the app to map; later ones become the stream's last event.
+    """
+
+    def __init__(
+        self, client: EngineClient, call: GenerationRequest, shape: Shape, model: str, request_id: str
+    ) -> None:
+        super().__init__()
+        self._client = client
+        self._call = call
+        self._shape = shape
+        self._id = f"{shape.prefix}-{request_id}"
+        self._model = model
+        self._created = int(time.time())
+        self._extra_headers = {"x-request-id": request_id}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the request; the body must have been received."""
+        call = self._call
+        with self._client.open(call.prompts, call.params, echo=call.echo) as generation:
+            watcher = asyncio.create_task(_watch(receive, generation))
+            try:
+                await generation.accepted()
+                if call.stream:
+                    await self._stream(generation, send)
+                else:
+                    body = await self._whole(generation)
+                    await json_response(body, headers=self._extra_headers)(scope, receive, send)
+            finally:
+                watcher.cancel()
+
+    async def _whole(self, generation: Generation) -> dict[str, Any]:
+        texts: list[list[str]] = [[] for _ in range(generation.num_choices)]
+        last: dict[int, TextDelta] = {}
+        async for batch in generation.deltas():
+            for index, delta in batch:
+                texts[index].append(delta.text)
+                last[index] = delta
+        choices = [self._shape.choice(index, "".join(parts), last[index]) for index, parts in enumerate(texts)]
+        return self._envelope(self._shape.object, choices) | {"usage": usage_json(generation.usage)}
+
+    async def _stream(self, generation: Generation, send: Send) -> None:
+        await start_stream(send, self._extra_headers)
+        last = b""
+        try:
+            opening = [self._event(choice) for i in range(generation.num_choices) for choice in self._shape.opening(i)]
+            await send_events(send, b"".join(opening))
+            async for batch in generation.deltas():
+                events = [self._event(choice) for i, delta in batch for choice in self._shape.chunks(i, delta)]
+                await send_events(send, b"".join(events))
+            if self._call.include_usage:
+                usage = {"usage": usage_json(generation.usage)}
+                last = encode_event(self._envelope(self._shape.chunk_object, []) | usage)
+            last += DONE
+        except ClientLeft:
+            return
+        except TokenmillError as error:
+            last = encode_event(error_object(error))
+        await send_events(send, last, more=False)
+
+    def _event(self, choice: dict[str, Any]) -> bytes:
+        chunk = self._envelope(self._shape.chunk_object, [choice])
+        return encode_event(chunk | {"usage": None} if self._call.include_usage else chunk)
+
+    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
+
+
+async def _watch(receive: Receive, generation: Generation) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    generation.fail(ClientLeft("the client left"))

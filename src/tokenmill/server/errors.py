@@ -1,0 +1,72 @@
+"""The server's own errors, and the one place where errors become HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from tokenmill.errors import InvalidRequest, TokenmillError
+from tokenmill.wire.messages import ErrorInfo
+
+MAX_MESSAGE = 2000
+RETRY_STATUS = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
+KINDS: Mapping[int, str] = {404: "NotFoundError", 405: "MethodNotAllowedError"}
+
+
+class BodyTooLarge(InvalidRequest):
+    """The request's body is over --max-body-bytes."""
+
+    status = 413
+
+
+class WrongContentType(InvalidRequest):
+    """The request's body is not said to be JSON."""
+
+    status = 415
+
+
+class ClientLeft(TokenmillError):
+    """The HTTP client closed its connection; nobody is there to be told."""
+
+    status = 499
+
+
+class EngineError(TokenmillError):
+    """An error that another process reported."""
+
+    def __init__(self, info: ErrorInfo) -> None:
+        super().__init__(info.message)
+        self.status = info.status
+        self.kind = info.kind
+        self.param = info.param
+
+
+def error_object(error: TokenmillError) -> dict[str, Any]:
+    """OpenAI's error object."""
+    return _object(error.message, error.kind, error.param, error.status)
+
+
+def error_response(error: TokenmillError) -> Response:
+    """The HTTP answer to an error; Retry-After where trying again can help."""
+    headers = {}
+    if error.status in RETRY_STATUS:
+        headers["Retry-After"] = str(getattr(error, "retry_after", 1))
+    return json_response(error_object(error), error.status, headers)
+
+
+def http_error_response(status: int, detail: str, headers: Mapping[str, str] | None) -> Response:
+    """The answer to an error of the framework's own: an unknown route, a wrong method."""
+    return json_response(_object(detail, KINDS.get(status, "BadRequestError"), None, status), status, headers)
+
+
+def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """A JSON answer, encoded by msgspec."""
+    return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
+
+
+def _object(message: str, kind: str, param: str | None, status: int) -> dict[str, Any]:
+    return {"error": {"message": message[:MAX_MESSAGE], "type": kind, "param": param, "code": status}}

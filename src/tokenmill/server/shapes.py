@@ -1,0 +1,89 @@
+"""The JSON of answers: chat completions and text completions, whole and as chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from tokenmill.types import Usage
+from tokenmill.wire.messages import TextDelta
+
+Json = dict[str, Any]
+
+
+class Shape(Protocol):
+    """What differs between the two kinds of answer."""
+
+    prefix: str
+    object: str
+    chunk_object: str
+
+    def opening(self, index: int) -> Iterator[Json]:
+        """Choices of chunks that come before any text."""
+
+    def chunks(self, index: int, delta: TextDelta) -> Iterator[Json]:
+        """Choices of the chunks for what is new of one choice."""
+
+    def choice(self, index: int, text: str, last: TextDelta) -> Json:
+        """One choice of a whole answer; `last` is the delta that ended it."""
+
+
+class ChatShape:
+    """/v1/chat/completions."""
+
+    prefix = "chatcmpl"
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def opening(self, index: int) -> Iterator[Json]:
+        """The role, with empty content."""
+        yield self._chunk(index, {"role": "assistant", "content": ""})
+
+    def chunks(self, index: int, delta: TextDelta) -> Iterator[Json]:
+        """A content chunk if there is text, and a last one of its own for the end."""
+        if delta.text:
+            yield self._chunk(index, {"content": delta.text})
+        if delta.finish_reason is not None:
+            yield self._chunk(index, {}) | _end(delta)
+
+    def choice(self, index: int, text: str, last: TextDelta) -> Json:
+        """A message."""
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return {"index": index, "message": message, "logprobs": None} | _end(last)
+
+    def _chunk(self, index: int, delta: Json) -> Json:
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+class CompletionShape:
+    """/v1/completions."""
+
+    prefix = "cmpl"
+    object = "text_completion"
+    chunk_object = "text_completion"
+
+    def opening(self, index: int) -> Iterator[Json]:
+        """Nothing: text comes first."""
+        return iter(())
+
+    def chunks(self, index: int, delta: TextDelta) -> Iterator[Json]:
+        """One chunk; the end comes with the last text."""
+        yield {"index": index, "text": delta.text, "logprobs": None} | _end(delta)
+
+    def choice(self, index: int, text: str, last: TextDelta) -> Json:
+        """A text."""
+        return {"index": index, "text": text, "logprobs": None} | _end(last)
+
+
+def usage_json(usage: Usage) -> Json:
+    """OpenAI's usage object."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def _end(delta: TextDelta) -> Json:
+    return {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
