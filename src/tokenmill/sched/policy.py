@@ -1,0 +1,15 @@
+"""Queue order and choice of victims, as pure key functions over requests. Smaller keys go first."""
+
+from __future__ import annotations
+
+from tokenmill.sched.request import Request
+
+
+def first_come(request: Request) -> int:
+    """Requests run in the order in which they came, also when they were retracted in between."""
+    return request.arrival
+
+
+def newest_first(request: Request) -> int:
+    """The request that came last gives its pages back first, so that the oldest always moves on."""
+    return -request.arrival

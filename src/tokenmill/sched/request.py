@@ -1,0 +1,69 @@
+"""One request as the scheduler keeps it. Written only by ``sched.scheduler``."""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from dataclasses import dataclass, field
+
+from tokenmill.sched.cache import Lease
+from tokenmill.types import SamplingParams
+
+
+class Status(enum.Enum):
+    """Where a request is. RETRACTING waits for its steps in flight before it is WAITING again."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    RETRACTING = "retracting"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True)
+class Request:
+    """A prompt and what was generated from it. All lengths are in tokens.
+
+    `cached_len` is what the prefix cache gave at the first admission; `computed_len` counts K/V in the pool once the
+    steps in flight are done; `num_in_flight` are steps planned and not committed that name the request, of which
+    `num_pending` draw a token.
+    """
+
+    uid: int
+    token_ids: array[int]
+    prompt_len: int
+    max_len: int
+    params: SamplingParams
+    end_ids: frozenset[int]
+    salt: str = ""
+    status: Status = Status.WAITING
+    arrival: int = 0
+    slot: int = -1
+    lease: Lease = field(default_factory=lambda: Lease(""))
+    cached_len: int = -1
+    computed_len: int = 0
+    num_in_flight: int = 0
+    num_pending: int = 0
+
+    @property
+    def total_len(self) -> int:
+        """Prompt and generated tokens known so far."""
+        return len(self.token_ids)
+
+    @property
+    def expected_len(self) -> int:
+        """`total_len` once the steps in flight are done, if none of them ends the request."""
+        return len(self.token_ids) + self.num_pending
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens that it may still draw."""
+        return self.max_len - self.expected_len
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens, known or being drawn, that need K/V before the next one can be drawn."""
+        return self.expected_len - self.computed_len
+
+    def stops_at(self, token: int) -> bool:
+        """Whether drawing `token` ends the request."""
+        return token in self.end_ids or token in self.params.stop_token_ids

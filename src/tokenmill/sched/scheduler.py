@@ -1,0 +1,313 @@
+"""Every decision about requests and pages, behind four verbs: add, abort, plan, commit.
+
+Deterministic: the same calls give the same plans, in any process. At most two plans may be out at a time
+(the device computes one while the next is planned); they are committed in the order in which they were planned.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from tokenmill.config import ResolvedConfig
+from tokenmill.errors import Overloaded, RequestTooLong
+from tokenmill.sched import policy
+from tokenmill.sched.cache import PrefixCache
+from tokenmill.sched.plan import PageUpdate, Row, SlotOpening, StepPlan, StepResult
+from tokenmill.sched.request import Request, Status
+from tokenmill.types import FinishReason
+
+MAX_RESERVED_OUTPUT = 4096
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a step brought: (uid, token) drawn, (uid, cached tokens) first admitted, and requests that ended."""
+
+    tokens: list[tuple[int, int]] = field(default_factory=list)
+    admitted: list[tuple[int, int]] = field(default_factory=list)
+    finished: list[Ending] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Why a request ended; `token` is the id that stopped it, if one did, and `is_end_id` if it was the model's own."""
+
+    uid: int
+    reason: FinishReason
+    token: int | None = None
+    is_end_id: bool = False
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    retractions: int = 0
+
+
+class Scheduler:
+    """Requests from waiting to finished. The owner of every Request."""
+
+    def __init__(self, config: ResolvedConfig) -> None:
+        self.config = config
+        self.cache = PrefixCache(config.num_pages, config.page_size, is_enabled=config.prefix_cache)
+        self.counters = Counters()
+        self._requests: dict[int, Request] = {}
+        self._waiting: list[Request] = []
+        self._running: list[Request] = []
+        self._free_slots = list(range(config.max_running))
+        self._arrivals = 0
+        self._last_planned = -1
+        self._was_prefill = False
+        self._openings: list[SlotOpening] = []
+        self._updates: list[PageUpdate] = []
+        self._admitted: list[tuple[int, int]] = []
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold no pages."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold a slot and pages, those that end after a step in flight included."""
+        return len(self._requests) - len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is not finished or still named by a step in flight."""
+        return bool(self._requests)
+
+    def add(self, request: Request) -> None:
+        """Put a request into the queue.
+
+        Raises:
+            RequestTooLong: it could never run, even alone.
+            Overloaded: the queue is full.
+        """
+        config = self.config
+        if request.max_len > min(config.max_model_len, config.pool_tokens) or request.prompt_len >= request.max_len:
+            raise RequestTooLong(
+                f"{request.prompt_len} prompt tokens and {request.max_len - request.prompt_len} output tokens do not "
+                f"fit: the server holds {min(config.max_model_len, config.pool_tokens)} tokens a request",
+                "max_tokens",
+            )
+        if len(self._waiting) >= config.max_waiting:
+            raise Overloaded(f"the queue is full ({config.max_waiting} requests are waiting); try again later")
+        self._arrivals += 1
+        request.arrival = self._arrivals
+        self._requests[request.uid] = request
+        insort(self._waiting, request, key=policy.first_come)
+
+    def abort(self, uid: int) -> bool:
+        """End a request in whatever state it is; False when it is unknown or already ended.
+
+        Its row and pages are free at once, or when the steps in flight that name it are committed.
+        """
+        request = self._requests.get(uid)
+        if request is None or request.status is Status.FINISHED:
+            return False
+        if request.status is Status.WAITING:
+            self._waiting.remove(request)
+            del self._requests[uid]
+        else:
+            self._end(request)
+        return True
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None when nothing can be computed before a step in flight is committed."""
+        decodes, chunks = self._plan_mixed() if self.config.batch_policy == "mixed" else self._plan_alternating()
+        if not decodes and not chunks:
+            return None
+        self._was_prefill = bool(chunks)
+        rows = (*decodes, *chunks)
+        self._last_planned += 1
+        plan = StepPlan(self._last_planned, rows, tuple(self._openings), tuple(self._updates))
+        self._openings.clear()
+        self._updates.clear()
+        return plan
+
+    def commit(self, plan: StepPlan, result: StepResult) -> Outcome:
+        """Take in what a step drew. Plans are committed in the order in which they were made."""
+        outcome = Outcome(admitted=self._admitted)
+        self._admitted = []
+        drawn = iter(result.token_ids)
+        for row in plan.rows:
+            request = self._requests[row.uid]
+            request.num_in_flight -= 1
+            token = -1
+            if row.is_sampled:
+                request.num_pending -= 1
+                token = next(drawn)
+            if request.status is Status.FINISHED:
+                self._release_when_idle(request)
+                continue
+            if row.start + row.length <= request.prompt_len or row.length > 1:
+                self._share(request, row.start + row.length)
+            if row.is_sampled:
+                self._append(request, token, outcome)
+            if request.status is Status.RETRACTING:
+                self._release_when_idle(request)
+        self.cache.retire(plan.step)
+        self.counters.steps += 1
+        self.counters.generated_tokens += len(outcome.tokens)
+        return outcome
+
+    def check(self) -> None:
+        """Assert that pages, slots and lengths are consistent; for tests and debug runs."""
+        self.cache.check()
+        held = [r for r in self._requests.values() if r.status is not Status.WAITING]
+        assert sorted([r.slot for r in held] + self._free_slots) == list(range(self.config.max_running))
+        assert [r for r in held if r.status is Status.RUNNING] == self._running
+        for request in held:
+            assert len(request.lease.pages) * self.config.page_size >= request.computed_len
+            assert 0 <= request.num_pending <= request.num_in_flight <= 2
+
+    def _plan_mixed(self) -> tuple[list[Row], list[Row]]:
+        return self._plan_rows(decode=True, prefill=True)
+
+    def _plan_alternating(self) -> tuple[list[Row], list[Row]]:
+        """Prompts first, but after each step of prompt chunks one of decode rows."""
+        for prefill in (False, True) if self._was_prefill else (True, False):
+            decodes, chunks = self._plan_rows(decode=not prefill, prefill=prefill)
+            if decodes or chunks:
+                return decodes, chunks
+        return [], []
+
+    def _plan_rows(self, *, decode: bool, prefill: bool) -> tuple[list[Row], list[Row]]:
+        """Decode rows and prompt chunks: running requests, oldest first, then newly admitted ones."""
+        decodes: list[Row] = []
+        chunks: list[Row] = []
+        budget = self.config.prefill_budget if prefill else 0
+        has_room = True
+        for request in list(self._running):
+            if request.status is not Status.RUNNING or not request.num_uncomputed or request.num_remaining <= 0:
+                continue
+            is_decode = request.num_uncomputed == 1
+            length = (1 if decode else 0) if is_decode else min(budget, request.num_uncomputed)
+            if not length:
+                continue
+            if not self._get_pages(request, request.computed_len + length, may_retract=has_room):
+                has_room = False
+                continue
+            (decodes if is_decode else chunks).append(self._make_row(request, length))
+            budget -= 0 if is_decode else length
+        while prefill and has_room and budget > 0 and self._waiting and self._free_slots:
+            request = self._waiting[0]
+            if not self._admit(request):
+                break
+            length = min(budget, request.num_uncomputed)
+            if not self._get_pages(request, request.computed_len + length, may_retract=False):
+                break
+            chunks.append(self._make_row(request, length))
+            budget -= length
+        return decodes, chunks
+
+    def _make_row(self, request: Request, length: int) -> Row:
+        start = request.computed_len
+        end = start + length
+        token_ids = tuple(request.token_ids[start:end]) if start < request.total_len else None
+        is_sampled = end == request.expected_len
+        request.computed_len = end
+        request.num_in_flight += 1
+        request.num_pending += is_sampled
+        return Row(request.uid, request.slot, start, length, token_ids, is_sampled)
+
+    def _get_pages(self, request: Request, length: int, *, may_retract: bool) -> bool:
+        """Pages for `length` tokens, taken from newer requests if there is no other way."""
+        while True:
+            first = len(request.lease.pages)
+            pages = self.cache.extend(request.lease, length)
+            if pages is not None:
+                if pages:
+                    self._updates.append(PageUpdate(request.slot, first, tuple(pages)))
+                return True
+            if not may_retract:
+                return False
+            victim = min(self._running, key=policy.newest_first)
+            self._running.remove(victim)
+            victim.status = Status.RETRACTING
+            self.counters.retractions += 1
+            is_idle = not victim.num_in_flight
+            self._release_when_idle(victim)
+            if victim is request or not is_idle:
+                return False
+
+    def _admit(self, request: Request) -> bool:
+        """Give a waiting request a slot, if its prompt fits beside what the running ones will need."""
+        token_ids = request.token_ids.tobytes()
+        hit, from_available = self.cache.hit(token_ids, request.salt)
+        needed = self.cache.num_pages_for(request.total_len + 1) - hit // self.config.page_size + from_available
+        if self._running and needed + self._reserved_pages() > self.cache.num_available:
+            return False
+        if needed > self.cache.num_available:
+            return False
+        self._waiting.pop(0)
+        request.lease = self.cache.open(request.uid, token_ids, request.salt)
+        request.slot = heappop(self._free_slots)
+        request.status = Status.RUNNING
+        request.computed_len = hit
+        if request.cached_len < 0:
+            request.cached_len = hit
+            self._admitted.append((request.uid, hit))
+            self.counters.prompt_tokens += request.prompt_len
+            self.counters.cached_tokens += hit
+        insort(self._running, request, key=policy.first_come)
+        blocked = tuple(sorted({*request.end_ids, *request.params.stop_token_ids})) if request.params.min_tokens else ()
+        self._openings.append(SlotOpening(request.slot, request.uid, request.params, request.prompt_len, blocked))
+        if request.lease.pages:
+            self._updates.append(PageUpdate(request.slot, 0, tuple(request.lease.pages)))
+        return True
+
+    def _reserved_pages(self) -> int:
+        """Pages that running requests are expected to take still: prompts in full, outputs by the ratio."""
+        pages = 0
+        for request in self._running:
+            output = int(min(max(request.num_remaining, 0), MAX_RESERVED_OUTPUT) * self.config.reserve_ratio)
+            pages += self.cache.num_pages_for(request.expected_len + output) - len(request.lease.pages)
+        return pages
+
+    def _append(self, request: Request, token: int, outcome: Outcome) -> None:
+        request.token_ids.append(token)
+        outcome.tokens.append((request.uid, token))
+        if request.stops_at(token):
+            is_end_id = token in request.end_ids
+            outcome.finished.append(Ending(request.uid, FinishReason.STOP, token, is_end_id))
+        elif request.total_len >= request.max_len:
+            outcome.finished.append(Ending(request.uid, FinishReason.LENGTH))
+        else:
+            return
+        self._end(request)
+
+    def _share(self, request: Request, length: int) -> None:
+        """Make a computed chunk of a prompt known to the prefix tree."""
+        changed = self.cache.share(request.lease, request.token_ids.tobytes(), length, self._last_planned)
+        if changed:
+            self._updates.append(PageUpdate(request.slot, changed[0], tuple(changed[1])))
+
+    def _end(self, request: Request) -> None:
+        if request.status is Status.RUNNING:
+            self._running.remove(request)
+        request.status = Status.FINISHED
+        self._release_when_idle(request)
+
+    def _release_when_idle(self, request: Request) -> None:
+        """Free slot and pages of a request that left `_running`, once no step in flight names it."""
+        if request.num_in_flight:
+            return
+        known = min(request.computed_len, request.total_len)
+        self.cache.close(request.uid, request.token_ids.tobytes(), known)
+        heappush(self._free_slots, request.slot)
+        request.slot = -1
+        if request.status is Status.FINISHED:
+            del self._requests[request.uid]
+        else:
+            request.status = Status.WAITING
+            request.computed_len = 0
+            insort(self._waiting, request, key=policy.first_come)
