@@ -1,6 +1,7 @@
 # make serve            install, fetch the default model, serve it on http://127.0.0.1:8000
 # make serve MODEL=org/name ARGS="--port 9000"
 # make test             all tests;  make check: format, lint, types, imports and the fast tests
+# make test COVERAGE=   without coverage, which slows the pure-Python tests down
 # TORCH_INDEX=URL       an extra package index for torch, for example one with CPU builds only
 
 PYTHON ?= python3
@@ -9,6 +10,7 @@ MODEL ?= smollm2-135m
 ARGS ?=
 TORCH_INDEX ?=
 WORKERS ?= 2
+COVERAGE ?= --cov --cov-report=term
 
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
@@ -39,7 +41,7 @@ serve: install
 
 test: install-dev
 	$(BIN)/tokenmill pull smollm2-135m
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal --cov --cov-report=term $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal $(COVERAGE) $(ARGS)
 
 check: install-dev
 	$(BIN)/ruff format --check .
