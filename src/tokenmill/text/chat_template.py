@@ -1,0 +1,190 @@
+"""Chat messages to the text of a prompt: the model's jinja2 template in a sandbox, with the environment that
+transformers gives it (documented under "Writing a chat template").
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from tokenmill.errors import InvalidRequest, ModelUnreadable
+from tokenmill.wire.messages import ChatPrompt
+
+PROBE = "tokenmill probe"
+END_MARK = "\U0010fff0"
+OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
+
+
+class ChatTemplate:
+    """A compiled template.
+
+    Args:
+        source: jinja2 text.
+        special_tokens: variables such as `bos_token`.
+
+    Raises:
+        ModelUnreadable: the template is not valid jinja2.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            line = getattr(error, "lineno", "?")
+            raise ModelUnreadable(
+                f"the chat template is not valid jinja2, line {line}: {error}. Give another with --chat-template"
+            ) from error
+        self._special_tokens = dict(special_tokens or {})
+        self._knows_developer = "developer" in source
+        self.takes_text = self._shows_probe(PROBE)
+        self.takes_parts = self._shows_probe([{"type": "text", "text": PROBE}])
+
+    def render(self, prompt: ChatPrompt) -> str:
+        """The text of the prompt.
+
+        Raises:
+            InvalidRequest: messages that the template refuses or cannot show, or options that contradict each other.
+        """
+        if not prompt.messages:
+            raise InvalidRequest("messages must hold at least one message", "messages")
+        if reserved := OWN_VARIABLES & prompt.template_kwargs.keys():
+            names = ", ".join(sorted(reserved))
+            raise InvalidRequest(f"{names} cannot be set in chat_template_kwargs", "chat_template_kwargs")
+        messages = [self._message(message, f"messages[{index}]") for index, message in enumerate(prompt.messages)]
+        if not prompt.continue_final_message:
+            return self._render(messages, prompt, prompt.add_generation_prompt)
+        if prompt.add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message and add_generation_prompt contradict each other: set one of them to false",
+                "continue_final_message",
+            )
+        return self._render_open(messages, prompt)
+
+    def _render(self, messages: list[dict[str, Any]], prompt: ChatPrompt, add_generation_prompt: bool) -> str:
+        variables = {"documents": None, **self._special_tokens, **prompt.template_kwargs}
+        variables |= {"messages": messages, "tools": prompt.tools or None}
+        try:
+            return self._template.render(variables, add_generation_prompt=add_generation_prompt)
+        except Exception as error:
+            reason = str(error) or type(error).__name__
+            raise InvalidRequest(f"the chat template cannot show these messages: {reason}", "messages") from error
+
+    def _render_open(self, messages: list[dict[str, Any]], prompt: ChatPrompt) -> str:
+        """Everything up to the end of the last message's text: a mark after it shows where that is.
+
+        As in transformers, the mark ends in a space: if a template strips it, it also strips the message's own end.
+        """
+        if messages[-1]["role"] != "assistant":
+            raise InvalidRequest("continue_final_message needs a last message of the assistant", "messages")
+        holder, key = messages[-1], "content"
+        if isinstance(holder["content"], list):
+            if not holder["content"]:
+                raise InvalidRequest("continue_final_message needs text in the last message", "messages")
+            holder, key = holder["content"][-1], "text"
+        text = holder[key]
+        holder[key] = f"{text}{END_MARK} "
+        shown, mark, after = self._render(messages, prompt, add_generation_prompt=False).rpartition(END_MARK)
+        if not mark or text.strip() not in shown:
+            raise InvalidRequest("the chat template does not show the last message, so it cannot go on", "messages")
+        return shown if after.startswith(" ") else shown.rstrip()
+
+    def _message(self, message: Any, where: str) -> dict[str, Any]:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise InvalidRequest(f"{where} must be an object with a role", "messages")
+        clean = {key: value for key, value in message.items() if value is not None}
+        if clean["role"] == "developer" and not self._knows_developer:
+            clean["role"] = "system"
+        content = clean.get("content", "" if clean["role"] == "assistant" else None)
+        clean["content"] = self._content(content, f"{where}.content")
+        if "tool_calls" in clean:
+            clean["tool_calls"] = _tool_calls(clean["tool_calls"], f"{where}.tool_calls")
+        return clean
+
+    def _content(self, content: Any, where: str) -> str | list[dict[str, Any]]:
+        if isinstance(content, str):
+            return content if self.takes_text or not self.takes_parts else [{"type": "text", "text": content}]
+        if not isinstance(content, list):
+            raise InvalidRequest(f"{where} must be a string or a list of text parts", "messages")
+        texts = [_part_text(part, f"{where}[{index}]") for index, part in enumerate(content)]
+        return [{"type": "text", "text": text} for text in texts] if self.takes_parts else "\n".join(texts)
+
+    def _shows_probe(self, content: Any) -> bool:
+        # A template that merely adds strings shows a list as Python writes it.
+        try:
+            prompt = ChatPrompt(messages=[])
+            text = self._render([{"role": "user", "content": content}], prompt, add_generation_prompt=True)
+        except InvalidRequest:
+            return False
+        return PROBE in text and "'type'" not in text and '"type"' not in text
+
+
+def _part_text(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+        raise InvalidRequest(f"{where} must be a part with a type", "messages")
+    if part["type"] != "text":
+        raise InvalidRequest(f"{where} is of type {part['type']!r}; this model takes text only", "messages")
+    if not isinstance(part.get("text"), str):
+        raise InvalidRequest(f"{where}.text must be a string", "messages")
+    return str(part["text"])
+
+
+def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Copies with arguments as objects: clients send them as JSON text, templates expect objects."""
+    if not isinstance(calls, list):
+        raise InvalidRequest(f"{where} must be a list", "messages")
+    copies = []
+    for index, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            raise InvalidRequest(f"{where}[{index}] must be an object with a function", "messages")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except (ValueError, RecursionError) as error:
+                raise InvalidRequest(f"{where}[{index}].function.arguments is not valid JSON", "messages") from error
+        copies.append({**call, "function": {**function, "arguments": arguments}})
+    return copies
+
+
+class _Generation(Extension):
+    """{% generation %} marks the assistant's text for training; here it is as if it were not there."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _now(layout: str) -> str:
+    return datetime.now().strftime(layout)

@@ -1,0 +1,229 @@
+"""Ids to text as they come: whole characters, stop strings, nothing kept that is not needed.
+
+One `TextStream` is one request. What it holds is bounded: at most three bytes of an unfinished character (or a short
+window of ids where a vocabulary has no bytes), and a text shorter than the longest stop string.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from tokenmill.text.tokenizer import Tokenizer
+from tokenmill.text.vocabulary import TokenBytes
+from tokenmill.wire.messages import TextOptions, unpack_ids
+
+WINDOW = 8
+SECOND_BYTES = {0xE0: range(0xA0, 0xC0), 0xED: range(0x80, 0xA0), 0xF0: range(0x90, 0xC0), 0xF4: range(0x80, 0x90)}
+ANY_SECOND = range(0x80, 0xC0)
+
+
+def unfinished_length(data: bytes) -> int:
+    """How many bytes at the end of `data` may yet become one character of UTF-8 (Unicode, table 3-7): 0 to 3."""
+    for length in range(1, min(3, len(data)) + 1):
+        lead = data[-length]
+        if lead & 0xC0 == 0x80:
+            continue
+        size = 4 if 0xF0 <= lead <= 0xF4 else 3 if 0xE0 <= lead < 0xF0 else 2 if 0xC2 <= lead < 0xE0 else 0
+        fits = length == 1 or data[1 - length] in SECOND_BYTES.get(lead, ANY_SECOND)
+        return length if length < size and fits else 0
+    return 0
+
+
+class Decoder(Protocol):
+    """Ids to text, for one request."""
+
+    def push(self, token_id: int) -> str:
+        """The text that this id completes."""
+
+    def finish(self) -> str:
+        """What is still held, as text."""
+
+
+class ByteDecoder:
+    """For vocabularies whose tokens are bytes.
+
+    `context` are the prompt's last ids: a character that they leave unfinished is completed by the first ids, and shown
+    whole; if it is not, it was the prompt's fault and is not shown.
+    """
+
+    def __init__(self, token_bytes: TokenBytes, hidden: frozenset[int], context: Sequence[int] = ()) -> None:
+        self._token_bytes = token_bytes
+        self._hidden = hidden
+        before = b"".join(token_bytes(token_id) for token_id in context if token_id not in hidden)
+        self._held = before[len(before) - unfinished_length(before) :]
+        self._is_prompts = bool(self._held)
+
+    def push(self, token_id: int) -> str:
+        """The characters that this id completes; a byte that can be none is U+FFFD."""
+        data = b"" if token_id in self._hidden else self._token_bytes(token_id)
+        if not data:
+            return ""
+        if self._is_prompts:
+            self._is_prompts = False
+            if not _continues(self._held, data):
+                self._held = b""
+        data = self._held + data
+        end = len(data) - unfinished_length(data)
+        self._held = data[end:]
+        return data[:end].decode("utf-8", "replace")
+
+    def finish(self) -> str:
+        """U+FFFD for an unfinished character."""
+        held, self._held = b"" if self._is_prompts else self._held, b""
+        return held.decode("utf-8", "replace")
+
+
+def _continues(unfinished: bytes, data: bytes) -> bool:
+    """Whether the first byte of `data` belongs to the same character."""
+    return not (unfinished + data[:1]).decode("utf-8", "replace").startswith("\ufffd") or (
+        unfinished_length(unfinished + data[:1]) == len(unfinished) + 1
+    )
+
+
+class WindowDecoder:
+    """For other vocabularies: a window of ids is decoded with and without the new one, and the difference is shown."""
+
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int], context: Sequence[int] = ()) -> None:
+        self._decode = tokenizer.decode
+        self._hidden = hidden
+        self._shown = [token_id for token_id in context if token_id not in hidden]
+        self._held: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        """The text that this id adds; text that ends in U+FFFD waits for more, for at most `WINDOW` ids."""
+        if token_id in self._hidden:
+            return ""
+        self._held.append(token_id)
+        text = self._difference()
+        if text.endswith("\ufffd") and len(self._held) < WINDOW:
+            return ""
+        return self._take(text)
+
+    def finish(self) -> str:
+        """The text that waits."""
+        return self._take(self._difference())
+
+    def _difference(self) -> str:
+        before = self._decode(self._shown, skip_special_tokens=False)
+        return self._decode(self._shown + self._held, skip_special_tokens=False)[len(before) :]
+
+    def _take(self, text: str) -> str:
+        # A window that begins at a token of its own text decodes as in the whole, but for what follows its first id.
+        self._shown = (self._shown + self._held)[-WINDOW:]
+        self._held = []
+        return text
+
+
+class _StopString:
+    """Knuth, Morris and Pratt's search for one string in a text that comes in pieces; its table grows as it matches."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.matched = 0
+        self._borders = [0]
+
+    def find_end(self, piece: str) -> int | None:
+        """Index in `piece` after the first match's last letter."""
+        index = 0
+        while index < len(piece):
+            if self.matched == 0:
+                index = piece.find(self.text[0], index)
+                if index < 0:
+                    return None
+            self._take(piece[index])
+            index += 1
+            if self.matched == len(self.text):
+                return index
+        return None
+
+    def _take(self, letter: str) -> None:
+        while self.matched and self.text[self.matched] != letter:
+            self.matched = self._borders[self.matched - 1]
+        if self.text[self.matched] == letter:
+            self.matched += 1
+            if self.matched > len(self._borders):
+                self._borders.append(self._border(self.matched))
+
+    def _border(self, length: int) -> int:
+        """Length of the longest text that both begins and ends the first `length` letters."""
+        border = self._borders[length - 2]
+        while border and self.text[border] != self.text[length - 1]:
+            border = self._borders[border - 1]
+        return border + (self.text[border] == self.text[length - 1])
+
+
+class StopScanner:
+    """Finds the stop string that is complete first, and holds back only what may be the beginning of one."""
+
+    def __init__(self, stops: Iterable[str], include_stop: bool) -> None:
+        self._stops = [_StopString(stop) for stop in stops]
+        self._include_stop = include_stop
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Text that can be shown, and the stop string if one was found: then all after it is dropped."""
+        if not self._stops:
+            return text, None
+        ends = [(end, -len(stop.text), stop.text) for stop in self._stops if (end := stop.find_end(text)) is not None]
+        text, before = self._held + text, len(self._held)
+        if ends:
+            end, minus_length, stop = min(ends)
+            end += before
+            self._held = ""
+            return text[: end if self._include_stop else end + minus_length], stop
+        length = max(stop.matched for stop in self._stops)
+        self._held = text[len(text) - length :]
+        return text[: len(text) - length], None
+
+    def finish(self) -> str:
+        """The beginning of a stop string that never came."""
+        held, self._held = self._held, ""
+        return held
+
+
+class TextStream:
+    """The text of one request, with its stop strings. `completion_tokens` counts up to the text's end."""
+
+    def __init__(self, tokenizer: Tokenizer, options: TextOptions) -> None:
+        hidden = tokenizer.special_ids if options.skip_special_tokens else frozenset()
+        context = [] if options.echo_ids is not None else unpack_ids(options.prompt_tail)
+        self._decoder: Decoder
+        if tokenizer.token_bytes is None:
+            self._decoder = WindowDecoder(tokenizer, hidden, context)
+        else:
+            self._decoder = ByteDecoder(tokenizer.token_bytes, hidden, context)
+        self._scanner = StopScanner(options.stop, options.include_stop)
+        self._min_tokens = options.min_tokens
+        self._include_stop = options.include_stop
+        self._echo = options.echo_text or ""
+        if options.echo_ids is not None:
+            self._echo = "".join(map(self._decoder.push, unpack_ids(options.echo_ids)))
+            self._echo = self._echo.removeprefix(" " if tokenizer.strips_first_space else "")
+        self.completion_tokens = 0
+
+    def push(self, token_ids: Sequence[int], ends_with_stop_token: bool = False) -> tuple[str, str | None]:
+        """New text, and the stop string that ended it, if any. `completion_tokens` is where it ended.
+
+        A stop token's own text is left out unless stops are to be included.
+        """
+        shown, self._echo = [self._echo], ""
+        last = len(token_ids) - 1
+        for index, token_id in enumerate(token_ids):
+            self.completion_tokens += 1
+            if ends_with_stop_token and index == last and not self._include_stop:
+                break
+            text, stop = self._scan(self._decoder.push(token_id))
+            shown.append(text)
+            if stop is not None:
+                return "".join(shown), stop
+        return "".join(shown), None
+
+    def finish(self) -> tuple[str, str | None]:
+        """All that was held back, and the stop string in it, if any."""
+        echo, self._echo = self._echo, ""
+        text, stop = self._scan(self._decoder.finish())
+        return echo + text + ("" if stop is not None else self._scanner.finish()), stop
+
+    def _scan(self, text: str) -> tuple[str, str | None]:
+        return self._scanner.push(text) if self.completion_tokens > self._min_tokens else (text, None)

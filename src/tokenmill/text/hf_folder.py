@@ -1,0 +1,120 @@
+"""Tokenizers out of a folder in Hugging Face layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from tokenmill.errors import ModelUnreadable
+from tokenmill.text.vocabulary import Vocabulary
+
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+SAMPLING_NAMES = ("temperature", "top_k", "top_p", "min_p")
+
+
+def load_folder_vocabulary(path: Path) -> Vocabulary:
+    """Read tokenizer.json and the small files beside it, of which each may be missing.
+
+    Raises:
+        ModelUnreadable: no tokenizer.json, or a file that is damaged.
+    """
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        raise ModelUnreadable(
+            f"{path} has no tokenizer.json: convert the tokenizer with transformers' save_pretrained, or use a .gguf"
+        )
+    try:
+        backend = Backend.from_file(str(file))
+    except Exception as error:
+        raise ModelUnreadable(f"{file} is damaged or of a newer kind: {error}") from error
+    backend.no_truncation()
+    backend.no_padding()
+    config, generation, model = (
+        _read_json(path / name) for name in ("tokenizer_config.json", "generation_config.json", "config.json")
+    )
+    special_tokens = {name: text for name in SPECIAL_NAMES if (text := _token_text(config.get(name))) is not None}
+    declared = _declared_tokens(config)
+    _add_missing(backend, declared, [*special_tokens.values(), *_extra_tokens(config)])
+    defaults = {name: generation[name] for name in SAMPLING_NAMES if isinstance(generation.get(name), int | float)}
+    return Vocabulary(
+        backend=backend,
+        end_ids=_end_ids(backend, generation, model, special_tokens.get("eos_token")),
+        special_tokens=special_tokens,
+        chat_template=_chat_template(path, config),
+        sampling_defaults=defaults,
+        hidden_ids=frozenset(token_id for token_id, (_, is_special) in declared.items() if is_special),
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = msgspec.json.decode(path.read_bytes())
+    except (OSError, msgspec.DecodeError) as error:
+        raise ModelUnreadable(f"{path} cannot be read as JSON: {error}") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _token_text(value: Any) -> str | None:
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
+
+
+def _declared_tokens(config: dict[str, Any]) -> dict[int, tuple[str, bool]]:
+    declared = config.get("added_tokens_decoder")
+    if not isinstance(declared, dict):
+        return {}
+    return {
+        int(token_id): (text, bool(value.get("special", False)))
+        for token_id, value in declared.items()
+        if (text := _token_text(value)) is not None and token_id.isdecimal()
+    }
+
+
+def _extra_tokens(config: dict[str, Any]) -> list[str]:
+    found: list[str] = []
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        value = config.get(key) or []
+        texts = map(_token_text, value.values() if isinstance(value, dict) else value)
+        found += [text for text in texts if text is not None]
+    return found
+
+
+def _add_missing(backend: Backend, declared: dict[int, tuple[str, bool]], special: list[str]) -> None:
+    """Make known to the backend what only tokenizer_config.json declares; ids that it already has stay."""
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    for _, (text, is_special) in sorted(declared.items()):
+        if text not in known:
+            backend.add_tokens([AddedToken(text, special=is_special, normalized=False)])
+            known.add(text)
+    missing = [AddedToken(text, special=True, normalized=False) for text in special if text not in known]
+    backend.add_special_tokens([token for token in missing if backend.token_to_id(token.content) is not None])
+
+
+def _chat_template(path: Path, config: dict[str, Any]) -> str | None:
+    file = path / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text("utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _end_ids(
+    backend: Backend, generation: dict[str, Any], model: dict[str, Any], eos_token: str | None
+) -> tuple[int, ...]:
+    configured = _ids(generation.get("eos_token_id")) or _ids(model.get("eos_token_id"))
+    own = None if eos_token is None else backend.token_to_id(eos_token)
+    return tuple(dict.fromkeys(configured if own is None else [*configured, own]))
+
+
+def _ids(value: Any) -> list[int]:
+    values = value if isinstance(value, list) else [value]
+    return [token_id for token_id in values if isinstance(token_id, int) and token_id >= 0]

@@ -1,0 +1,119 @@
+"""Text to ids and back, for any model file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from tokenmill.text.gguf_vocab import load_gguf_vocabulary
+from tokenmill.text.hf_folder import load_folder_vocabulary
+from tokenmill.text.vocabulary import Vocabulary, token_bytes
+
+SURROGATES = re.compile("[\ud800-\udfff]")
+NORMALIZER_SHRINK = 4
+
+
+class Tokenizer:
+    """A model's tokenizer. Not safe for use from several threads.
+
+    Attributes:
+        token_bytes: the bytes of an id; None if only whole lists of ids can be decoded.
+        strips_first_space: whether the first space of a decoded text was put there by the tokenizer.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._backend = vocabulary.backend
+        added = self._backend.get_added_tokens_decoder()
+        special = {token_id: token.content for token_id, token in added.items() if token.special}
+        self.special_ids = frozenset(special) | vocabulary.hidden_ids
+        self.end_ids = vocabulary.end_ids
+        self.special_tokens = vocabulary.special_tokens
+        self.chat_template = vocabulary.chat_template
+        self.sampling_defaults = vocabulary.sampling_defaults
+        self.vocab_size = self._backend.get_vocab_size(with_added_tokens=True)
+        self.token_bytes, self.strips_first_space = token_bytes(self._backend)
+        longest_first = sorted(filter(None, special.values()), key=len, reverse=True)
+        self.special_pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._letters_per_token = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
+
+    @classmethod
+    def load(cls, path: Path) -> Tokenizer:
+        """Read a Hugging Face folder or a GGUF file.
+
+        Raises:
+            ModelUnreadable: nothing there to make a tokenizer of, or it is damaged.
+        """
+        return cls(load_folder_vocabulary(path) if path.is_dir() else load_gguf_vocabulary(path))
+
+    @property
+    def bos_token(self) -> str:
+        """Text of the token that begins a text; "" if there is none."""
+        return self.special_tokens.get("bos_token", "")
+
+    @property
+    def eos_token(self) -> str:
+        """Text of the token that ends a text; "" if there is none."""
+        return self.special_tokens.get("eos_token", "")
+
+    def longest_text(self, num_tokens: int) -> int:
+        """Most characters that `num_tokens` tokens can stand for: a longer text need not be tokenized to be refused."""
+        shrink = 1 if self._backend.normalizer is None else NORMALIZER_SHRINK
+        return num_tokens * self._letters_per_token * shrink
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, allow_special: bool = True) -> list[int]:
+        """The ids of `text`. Lone surrogates count as U+FFFD.
+
+        Args:
+            text: any text; bytes that the vocabulary cannot express are dropped or become its unknown token.
+            add_special_tokens: put bos and eos where the model wants them.
+            allow_special: a special token's text becomes that token; otherwise it is text like any other.
+        """
+        text = SURROGATES.sub("\ufffd", text)
+        if allow_special:
+            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        self._backend.encode_special_tokens = True
+        try:
+            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        finally:
+            self._backend.encode_special_tokens = False
+
+    def encode_masked(self, text: str, plain: Mapping[str, str]) -> list[int]:
+        """Like `encode` without bos and eos, but with text in it that must not become special tokens.
+
+        Args:
+            text: what special tokens are looked for in.
+            plain: single letters in `text`, and the text that each stands for.
+        """
+        text = SURROGATES.sub("\ufffd", text)
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        masks = str.maketrans(dict(plain))
+        ids: list[int] = []
+        run: list[int] = []
+        start = 0
+
+        def close_run(end: int) -> None:
+            piece = text[start:end]
+            shown = piece.translate(masks)
+            ids.extend(run if shown == piece else self.encode(shown, add_special_tokens=False, allow_special=False))
+            run.clear()
+
+        for token_id, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            # An unknown letter may also be a special id: only the text tells.
+            if token_id in self.special_ids and self.special_pattern.search(text[begin:end]):
+                close_run(begin)
+                ids.append(token_id)
+                start = end
+            else:
+                run.append(token_id)
+        close_run(len(text))
+        return ids
+
+    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """The text of `token_ids`; bytes that are no UTF-8 become U+FFFD, ids without a token nothing."""
+        hidden = self.special_ids if skip_special_tokens else frozenset()
+        shown = [token_id for token_id in token_ids if token_id not in hidden]
+        if self.token_bytes is None:
+            return str(self._backend.decode(shown, skip_special_tokens=False))
+        data = b"".join(map(self.token_bytes, shown))
+        return data.removeprefix(b" " if self.strips_first_space else b"").decode("utf-8", "replace")

@@ -1,0 +1,366 @@
+"""The tokenizer and detokenizer processes: pure stages that map messages to messages, and the loops around them."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from tokenmill.errors import ConfigError, InvalidRequest, RequestTooLong, TokenmillError
+from tokenmill.procs import Report
+from tokenmill.text.chat import encode_chat
+from tokenmill.text.chat_template import ChatTemplate
+from tokenmill.text.detokenizer import TextStream
+from tokenmill.text.settings import DetokenizerSettings, TokenizerSettings
+from tokenmill.text.tokenizer import Tokenizer
+from tokenmill.types import FinishReason, SamplingParams
+from tokenmill.wire.channel import PullChannel, PushChannel, Receiver, Sender, address
+from tokenmill.wire.messages import (
+    Abort,
+    ErrorInfo,
+    Finish,
+    GenerateJob,
+    Limits,
+    OpenText,
+    Refused,
+    Stop,
+    TextBatch,
+    TextDelta,
+    TextOptions,
+    ToDetokenizer,
+    TokenBatch,
+    Tokenized,
+    TokenizeJob,
+    ToScheduler,
+    ToServer,
+    ToTokenizer,
+    pack_ids,
+    unpack_ids,
+)
+
+PROMPT_TAIL = 8
+
+logger = logging.getLogger(__name__)
+
+
+def load_template(tokenizer: Tokenizer, file: Path | None = None) -> ChatTemplate | None:
+    """The template in `file`, else the model's own, else None.
+
+    Raises:
+        ConfigError: the file cannot be read.
+        ModelUnreadable: the template is not valid.
+    """
+    source = tokenizer.chat_template
+    if file is not None:
+        try:
+            source = file.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--chat-template {file} cannot be read: {error}") from error
+    return None if source is None else ChatTemplate(source, tokenizer.special_tokens)
+
+
+class TokenizerStage:
+    """TokenizeJob to GenerateJobs. `limits` must be set before the first job."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, limits: Limits | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self.limits = limits
+
+    def process(self, job: TokenizeJob) -> tuple[list[GenerateJob], Tokenized | Refused]:
+        """One GenerateJob a choice and a Tokenized; or none and a Refused. Never raises for what a job holds."""
+        try:
+            token_ids = self._prompt_ids(job)
+            jobs = self._generate_jobs(job, token_ids)
+        except TokenmillError as error:
+            return [], Refused(job.uids, ErrorInfo(error.message, error.kind, error.status, error.param))
+        except RecursionError:
+            info = ErrorInfo("the request is nested too deeply", InvalidRequest.kind, InvalidRequest.status)
+            return [], Refused(job.uids, info)
+        except Exception:
+            logger.exception("tokenizing failed for %s", job.uids)
+            return [], Refused(job.uids, ErrorInfo("tokenizing failed inside the server; see its log"))
+        return jobs, Tokenized(job.uids, len(token_ids))
+
+    def _prompt_ids(self, job: TokenizeJob) -> list[int]:
+        limits = self._limits()
+        if job.token_ids is not None:
+            token_ids = unpack_ids(job.token_ids)
+            _check_ids(token_ids, limits.vocab_size, "prompt")
+        elif job.text is not None:
+            self._check_length(job.text)
+            token_ids = self._tokenizer.encode(job.text)
+        elif job.chat is not None:
+            token_ids = self._chat_ids(job)
+        else:
+            raise InvalidRequest("a request needs a prompt", "prompt")
+        if not token_ids:
+            raise InvalidRequest("the prompt is empty: it has no tokens", "messages" if job.chat else "prompt")
+        return token_ids
+
+    def _chat_ids(self, job: TokenizeJob) -> list[int]:
+        assert job.chat is not None
+        return encode_chat(self._tokenizer, self._template, job.chat, self._check_length)
+
+    def _check_length(self, text: str) -> None:
+        """Refuse without tokenizing what cannot fit, so that one huge text does not hold up the others."""
+        most = self._limits().max_model_len
+        if len(text) > self._tokenizer.longest_text(most):
+            raise RequestTooLong(
+                f"This model's maximum context length is {most} tokens. However, you requested a prompt of "
+                f"{len(text)} characters, which is more than that in any case. Please shorten it.",
+                "prompt",
+            )
+
+    def _generate_jobs(self, job: TokenizeJob, token_ids: list[int]) -> list[GenerateJob]:
+        params, limits = job.params, self._limits()
+        _check_ids(params.stop_token_ids, limits.vocab_size, "stop_token_ids")
+        _check_ids(params.logit_bias, limits.vocab_size, "logit_bias")
+        if len(job.uids) != params.n:
+            raise InvalidRequest(f"n is {params.n}, but {len(job.uids)} choices were asked for", "n")
+        max_tokens = _max_tokens(params, len(token_ids), limits.max_model_len, "messages" if job.chat else "prompt")
+        packed = pack_ids(token_ids)
+        options = TextOptions(
+            stop=list(params.stop_strings),
+            min_tokens=params.min_tokens,
+            include_stop=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+            prompt_tail=pack_ids(token_ids[-PROMPT_TAIL:]),
+            echo_text=job.text if job.echo else None,
+            echo_ids=packed if job.echo and job.text is None else None,
+        )
+        return [
+            GenerateJob(
+                uid=uid,
+                token_ids=packed,
+                params=params.for_choice(index),
+                max_tokens=max_tokens,
+                end_ids=[] if params.ignore_eos else list(self._tokenizer.end_ids),
+                text=options,
+            )
+            for index, uid in enumerate(job.uids)
+        ]
+
+    def _limits(self) -> Limits:
+        if self.limits is None:
+            raise TokenmillError("the server is not ready yet; try again")
+        return self.limits
+
+
+def _check_ids(token_ids: Any, vocab_size: int, param: str) -> None:
+    wrong = next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
+    if wrong is not None:
+        raise InvalidRequest(f"{param} holds the token id {wrong}; ids are from 0 to {vocab_size - 1}", param)
+
+
+def _max_tokens(params: SamplingParams, prompt_tokens: int, max_model_len: int, prompt_param: str) -> int:
+    """`max_tokens`, or what the context leaves.
+
+    Raises:
+        RequestTooLong: prompt, or prompt and output, do not fit the context.
+    """
+    limit = f"This model's maximum context length is {max_model_len} tokens. However, you requested"
+    left = max_model_len - prompt_tokens
+    if left < 1:
+        raise RequestTooLong(
+            f"{limit} a prompt of {prompt_tokens} tokens, which leaves no room for an answer. Please shorten it.",
+            prompt_param,
+        )
+    if params.max_tokens is not None and params.max_tokens > left:
+        raise RequestTooLong(
+            f"{limit} {prompt_tokens + params.max_tokens} tokens ({prompt_tokens} in the prompt, {params.max_tokens} "
+            "for the answer). Please shorten the prompt or lower max_tokens.",
+            "max_tokens",
+        )
+    if params.min_tokens > left:
+        raise InvalidRequest(f"min_tokens is {params.min_tokens}, but the context leaves {left} tokens", "min_tokens")
+    return left if params.max_tokens is None else params.max_tokens
+
+
+class _OpenRequest:
+    """A request whose text is being sent."""
+
+    def __init__(self, stream: TextStream) -> None:
+        self.stream = stream
+        self.cached_tokens = 0
+
+
+class DetokenizerStage:
+    """Columns of ids to deltas of text. Holds one TextStream for each request between its OpenText and its end."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._open: dict[int, _OpenRequest] = {}
+
+    @property
+    def num_open(self) -> int:
+        """Requests whose text is being sent."""
+        return len(self._open)
+
+    def process(self, message: OpenText | TokenBatch) -> tuple[TextBatch | None, list[int]]:
+        """Deltas for the API server, and uids that the scheduler must end. Rows of requests that ended are ignored."""
+        if isinstance(message, OpenText):
+            return self._open_text(message)
+        finishes = {finish.uid: finish for finish in message.finished}
+        cached = dict(message.admitted)
+        accepted = frozenset(message.accepted)
+        rows = _rows(message)
+        deltas, aborts = [], []
+        for uid in dict.fromkeys([*message.accepted, *cached, *rows, *finishes]):
+            finish = finishes.get(uid)
+            try:
+                delta = self._delta(uid, rows.get(uid, []), cached.get(uid), finish, uid in accepted)
+            except Exception:
+                delta = self._failed(uid)
+            if delta is None:
+                continue
+            deltas.append(delta)
+            if delta.finish_reason is not None:
+                self._open.pop(uid, None)
+                if finish is None:
+                    aborts.append(uid)
+        return (TextBatch(deltas) if deltas else None), aborts
+
+    def _open_text(self, message: OpenText) -> tuple[TextBatch | None, list[int]]:
+        try:
+            self._open[message.uid] = _OpenRequest(TextStream(self._tokenizer, message.options))
+        except Exception:
+            return TextBatch([self._failed(message.uid)]), [message.uid]
+        return None, []
+
+    def _failed(self, uid: int) -> TextDelta:
+        logger.exception("detokenizing failed for %s", uid)
+        error = ErrorInfo("detokenizing failed inside the server; see its log")
+        return TextDelta(uid=uid, finish_reason=FinishReason.ERROR, error=error)
+
+    def _delta(
+        self, uid: int, token_ids: list[int], cached: int | None, finish: Finish | None, accepted: bool
+    ) -> TextDelta | None:
+        request = self._open.get(uid)
+        if request is None:
+            return _without_text(uid, cached, finish, accepted)
+        stream = request.stream
+        request.cached_tokens = request.cached_tokens if cached is None else cached
+        before = stream.completion_tokens
+        text, stop = stream.push(token_ids, ends_with_stop_token=finish is not None and finish.is_stop_token)
+        if finish is not None and stop is None:
+            rest, stop = stream.finish()
+            text += rest
+        reason = FinishReason.STOP if stop is not None else finish.reason if finish else None
+        return TextDelta(
+            uid=uid,
+            text=text,
+            token_ids=pack_ids(token_ids[: stream.completion_tokens - before]),
+            completion_tokens=stream.completion_tokens,
+            cached_tokens=request.cached_tokens,
+            accepted=accepted,
+            finish_reason=reason,
+            stop_reason=stop if stop is not None else finish.stop_token if finish else None,
+            error=finish.error if finish and stop is None else None,
+        )
+
+
+def _without_text(uid: int, cached: int | None, finish: Finish | None, accepted: bool) -> TextDelta | None:
+    """News of a request that has no text yet, or no more: of its end only an error is news."""
+    error = finish.error if finish else None
+    if cached is None and error is None and not accepted:
+        return None
+    reason = FinishReason.ERROR if error else None
+    return TextDelta(uid=uid, cached_tokens=cached or 0, accepted=accepted, finish_reason=reason, error=error)
+
+
+def _rows(batch: TokenBatch) -> dict[int, list[int]]:
+    token_ids = unpack_ids(batch.token_ids)
+    rows: dict[int, list[int]] = {}
+    start = 0
+    for uid, count in zip(batch.uids, batch.counts, strict=True):
+        rows.setdefault(uid, []).extend(token_ids[start : start + count])
+        start += count
+    return rows
+
+
+def tokenizer_loop(
+    stage: TokenizerStage, inbox: Receiver[ToTokenizer], scheduler: Sender[ToScheduler], server: Sender[ToServer]
+) -> None:
+    """Work through the inbox until Stop. A job whose Abort is already there is dropped; other Aborts are passed on."""
+    queue: deque[ToTokenizer] = deque()
+    aborted: set[int] = set()
+    while True:
+        arrived = inbox.receive(0 if queue else None)
+        if any(isinstance(message, Stop) and not message.drain for message in arrived):
+            return
+        aborted.update(uid for message in arrived if isinstance(message, Abort) for uid in message.uids)
+        queue.extend(arrived)
+        match queue.popleft() if queue else None:
+            case Limits() as limits:
+                stage.limits = limits
+            case TokenizeJob() as job if not aborted.issuperset(job.uids):
+                jobs, answer = stage.process(job)
+                server.send(answer)
+                for generate in jobs:
+                    scheduler.send(generate)
+            case Abort() as abort:
+                aborted.difference_update(abort.uids)
+                scheduler.send(abort)
+            case Stop():
+                return
+
+
+def detokenizer_loop(
+    stage: DetokenizerStage, inbox: Receiver[ToDetokenizer], scheduler: Sender[ToScheduler], server: Sender[ToServer]
+) -> None:
+    """Turn what the scheduler sends into text until Stop."""
+    while True:
+        for message in inbox.receive():
+            if isinstance(message, Stop):
+                return
+            batch, aborts = stage.process(message)
+            if aborts:
+                scheduler.send(Abort(aborts))
+            if batch is not None:
+                server.send(batch)
+
+
+def run_tokenizer(settings: TokenizerSettings, report: Report) -> None:
+    """A tokenizer process: load, report, work until Stop.
+
+    Raises:
+        TokenmillError: model or template cannot be used.
+    """
+    tokenizer = Tokenizer.load(settings.model)
+    template = load_template(tokenizer, settings.chat_template)
+    with ExitStack() as stack:
+        inbox, scheduler, server = _channels(stack, settings.directory, f"tokenizer-{settings.index}", ToTokenizer)
+        report.ready(
+            has_chat_template=template is not None,
+            sampling_defaults=tokenizer.sampling_defaults,
+            vocab_size=tokenizer.vocab_size,
+        )
+        tokenizer_loop(TokenizerStage(tokenizer, template), inbox, scheduler, server)
+
+
+def run_detokenizer(settings: DetokenizerSettings, report: Report) -> None:
+    """The detokenizer process: load, report, work until Stop.
+
+    Raises:
+        TokenmillError: the model cannot be used.
+    """
+    tokenizer = Tokenizer.load(settings.model)
+    with ExitStack() as stack:
+        inbox, scheduler, server = _channels(stack, settings.directory, "detokenizer", ToDetokenizer)
+        report.ready(vocab_size=tokenizer.vocab_size)
+        detokenizer_loop(DetokenizerStage(tokenizer), inbox, scheduler, server)
+
+
+def _channels(
+    stack: ExitStack, directory: Path, name: str, kind: Any
+) -> tuple[PullChannel[Any], PushChannel[ToScheduler], PushChannel[ToServer]]:
+    context = stack.enter_context(zmq.Context())
+    inbox: PullChannel[Any] = stack.enter_context(closing(PullChannel(context, address(directory, name), kind)))
+    scheduler: PushChannel[ToScheduler] = PushChannel(context, address(directory, "scheduler"))
+    server: PushChannel[ToServer] = PushChannel(context, address(directory, "server"))
+    return inbox, stack.enter_context(closing(scheduler)), stack.enter_context(closing(server))
