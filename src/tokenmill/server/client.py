@@ -233,6 +233,11 @@ class EngineClient:
                 if waiter := self._probes.pop(message.serial, None):
                     waiter.set_result(message)
 
+    async def pump(self, inbox: Inbox) -> None:
+        """Deliver what comes in, for ever."""
+        while True:
+            self.deliver(await inbox.receive())
+
     async def probe(self, timeout: float) -> Pulse:
         """Ask the scheduler for a sign of life.
 

@@ -1,4 +1,4 @@
-"""JSON bodies of the OpenAI API to checked requests; every field is honoured, asks for nothing, or is refused by name."""
+"""JSON bodies of the OpenAI API to checked requests: a field is honoured, asks for nothing, or is refused by name."""
 
 from __future__ import annotations
 

@@ -1,0 +1,72 @@
+"""The command `tokenmill`: finds the subcommand, and turns errors into one line and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from tokenmill import __version__
+from tokenmill.errors import TokenmillError
+
+USER_ERROR = 2
+INTERRUPTED = 130
+
+
+def serve(arguments: Sequence[str]) -> int:
+    """Serve a model over HTTP, with OpenAI's API."""
+    from tokenmill.flags import ServeFlags, parse
+    from tokenmill.server import launch
+
+    flags = parse(ServeFlags, "serve", arguments)
+    return launch.serve(flags.run, flags.server)
+
+
+def pull(arguments: Sequence[str]) -> int:
+    """Fetch a model into the cache."""
+    from tokenmill.flags import PullFlags, parse
+    from tokenmill.hub import resolve_model
+
+    files = resolve_model(parse(PullFlags, "pull", arguments).model)
+    print(f"{files.name}: {files.path}")
+    return 0
+
+
+COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {"serve": serve, "pull": pull}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    name = given[0] if given else "--help"
+    if name in ("-h", "--help", "help"):
+        print(_overview())
+        return 0
+    if name in ("-V", "--version"):
+        print(f"tokenmill {__version__}")
+        return 0
+    if name not in COMMANDS:
+        print(f"tokenmill: no command {name!r}; there are: {', '.join(COMMANDS)}", file=sys.stderr)
+        return USER_ERROR
+    try:
+        return COMMANDS[name](given[1:])
+    except TokenmillError as error:
+        print(f"tokenmill: {error.message}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _overview() -> str:
+    lines = [f"  {name:10} {(command.__doc__ or '').strip()}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        ["usage: tokenmill COMMAND [...]", "", *lines, "", "tokenmill COMMAND --help tells a command's flags."]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
