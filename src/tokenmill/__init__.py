@@ -1,3 +1,24 @@
-"""tokenmill: an inference server for large language models."""
+"""tokenmill: an inference server for large language models.
+
+``LLM`` and ``SamplingParams`` are the offline interface; ``LLM`` is loaded on first use, since it needs torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tokenmill.types import SamplingParams
+
+if TYPE_CHECKING:
+    from tokenmill.llm import LLM
 
 __version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LLM":
+        from tokenmill.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module 'tokenmill' has no attribute {name!r}")

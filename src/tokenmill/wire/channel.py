@@ -57,6 +57,16 @@ class MemoryChannel(Generic[T]):
         """Nothing to do."""
 
 
+class NullSender:
+    """Takes messages and forgets them: the outward pipes of ranks above 0."""
+
+    def send(self, message: object, /) -> None:
+        """Forget it."""
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
 def address(directory: Path, name: str) -> str:
     """The ipc address of pipe `name` in this run's private directory."""
     return f"ipc://{directory / name}"

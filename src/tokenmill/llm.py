@@ -1,0 +1,332 @@
+"""Offline use: the whole pipeline in one process, without sockets."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeGuard
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from tokenmill.config import DEFAULT_MODEL, EngineConfig, ModelConfig, RunConfig, SchedulerConfig
+from tokenmill.engine.engine import load_engine
+from tokenmill.errors import ConfigError, InvalidRequest, TokenmillError
+from tokenmill.hub import resolve_model
+from tokenmill.parallel.group import Group
+from tokenmill.sched.scheduler import Scheduler
+from tokenmill.text.tokenizer import Tokenizer
+from tokenmill.text.worker import DetokenizerStage, TokenizerStage, load_template
+from tokenmill.types import FinishReason, SamplingParams, Usage
+from tokenmill.wire.channel import MemoryChannel
+from tokenmill.wire.messages import (
+    Abort,
+    ChatPrompt,
+    ErrorInfo,
+    Limits,
+    Refused,
+    Stop,
+    TextDelta,
+    ToDetokenizer,
+    TokenizeJob,
+    ToScheduler,
+    ToServer,
+    pack_ids,
+    unpack_ids,
+)
+from tokenmill.worker.core import Core
+from tokenmill.worker.loop import make_loop
+
+PROGRESS_FROM = 8
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[int] | Sequence[Message]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One choice. `stop_reason` is the stop string or id that matched, None for the model's own end."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stop_reason: str | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """The answer to one prompt: `params.n` choices."""
+
+    choices: list[Completion]
+    usage: Usage
+
+    @property
+    def text(self) -> str:
+        """The first choice's text."""
+        return self.choices[0].text
+
+
+class LLM:
+    """A model to generate from in this process. Use it as a context manager, or call `close`.
+
+    Args:
+        model: what ``tokenmill serve`` takes: alias, folder, .gguf file, or hub id.
+        options: any field of ModelConfig, EngineConfig or SchedulerConfig, such as `page_size` or `dtype`.
+
+    Raises:
+        TokenmillError: the model cannot be found or read, or an option cannot work.
+    """
+
+    def __init__(self, model: str | Path = DEFAULT_MODEL, **options: Any) -> None:
+        run = _run_config(str(model), options)
+        files = resolve_model(run.model.model)
+        tokenizer = Tokenizer.load(files.path)
+        template = load_template(tokenizer, Path(run.model.chat_template) if run.model.chat_template else None)
+        self._engine, config, spec = load_engine(run, files.path, Group.solo())
+        self._tokenizer_stage = TokenizerStage(
+            tokenizer, template, Limits(max_model_len=config.max_model_len, vocab_size=spec.vocab_size)
+        )
+        self._detokenizer_stage = DetokenizerStage(tokenizer)
+        self._to_scheduler: MemoryChannel[ToScheduler] = MemoryChannel()
+        self._to_detokenizer: MemoryChannel[ToDetokenizer] = MemoryChannel()
+        self._to_server: MemoryChannel[ToServer] = MemoryChannel()
+        self.tokenizer = tokenizer
+        self.scheduler = Scheduler(config)
+        core = Core(self.scheduler, self._to_scheduler, self._to_detokenizer, self._to_server)
+        self._loop = make_loop(core, self._engine)
+        self._uids = count()
+        self._deltas: dict[int, deque[TextDelta]] = {}
+        self._prompt_tokens: dict[int, int] = {}
+        self._is_open = True
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the engine; requests that run end unfinished."""
+        if self._is_open:
+            self._is_open = False
+            self._to_scheduler.send(Stop())
+            self._engine.close()
+
+    def generate(
+        self,
+        prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[Output]:
+        """Continue each prompt; text or token ids, one or many. All run at once, as the scheduler sees fit.
+
+        Args:
+            prompts: one prompt, or a list of prompts.
+            params: for all prompts, or one for each; by default the model's own recommendation.
+            progress: show a bar; by default for eight prompts and more.
+
+        Returns:
+            one Output a prompt, in their order.
+
+        Raises:
+            InvalidRequest: a prompt or parameter cannot be honoured; nothing of the call goes on.
+        """
+        single = isinstance(prompts, str) or _is_ids(prompts)
+        return self._run([prompts] if single else list(prompts), params, progress)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+        **template: Any,
+    ) -> list[Output]:
+        """Answer one conversation or a list of them; `template` goes to the chat template.
+
+        `template` may hold tools, add_generation_prompt and continue_final_message as in the HTTP API.
+        """
+        single = not messages or isinstance(messages[0], Mapping)
+        return self._run([messages] if single else list(messages), params, progress, template)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[TextDelta, None, None]:
+        """Generate one choice piece by piece. Closing the generator aborts the request.
+
+        Args:
+            prompt: text, token ids, or chat messages.
+            params: by default the model's own recommendation.
+        """
+        params = params or self.default_params()
+        if params.n != 1:
+            raise InvalidRequest("stream gives one choice; use generate for n > 1", "n")
+        (uid,) = self._submit(_job([next(self._uids)], prompt, params, {}))
+        try:
+            while True:
+                while self._deltas[uid]:
+                    delta = self._deltas[uid].popleft()
+                    if delta.error is not None:
+                        raise _error(delta.error)
+                    yield delta
+                    if delta.finish_reason is not None:
+                        return
+                self._turn()
+        finally:
+            self._forget([uid])
+
+    def default_params(self) -> SamplingParams:
+        """What the model's files recommend, else temperature 1."""
+        return SamplingParams(**self.tokenizer.sampling_defaults)  # type: ignore[arg-type]
+
+    def _run(
+        self,
+        prompts: Sequence[Any],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        progress: bool | None,
+        template: Mapping[str, Any] | None = None,
+    ) -> list[Output]:
+        each = self._params_for(prompts, params)
+        uids: list[list[int]] = []
+        try:
+            for prompt, its in zip(prompts, each, strict=True):
+                uids.append([next(self._uids) for _ in range(its.n)])
+                self._submit(_job(uids[-1], prompt, its, template or {}))
+            self._wait([uid for choices in uids for uid in choices], len(prompts) >= PROGRESS_FROM, progress)
+            return [
+                _output([self._deltas[uid] for uid in choices], self._prompt_tokens[choices[0]]) for choices in uids
+            ]
+        finally:
+            self._forget([uid for choices in uids for uid in choices])
+
+    def _params_for(
+        self, prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or self.default_params()] * len(prompts)
+        if len(params) != len(prompts):
+            raise InvalidRequest(f"{len(prompts)} prompts, but {len(params)} sampling parameters", "params")
+        return list(params)
+
+    def _submit(self, job: TokenizeJob) -> list[int]:
+        """Put a job's requests into the queue; nothing is queued when it is refused."""
+        if not self._is_open:
+            raise TokenmillError("this LLM is closed")
+        jobs, answer = self._tokenizer_stage.process(job)
+        if isinstance(answer, Refused):
+            raise _error(answer.error)
+        for generate in jobs:
+            self._deltas[generate.uid] = deque()
+            self._prompt_tokens[generate.uid] = answer.prompt_tokens
+            self._to_scheduler.send(generate)
+        return job.uids
+
+    def _turn(self) -> None:
+        """One turn of the loop, and its text brought to the requests."""
+        self._loop.turn()
+        for message in self._to_detokenizer.receive():
+            assert not isinstance(message, Stop)
+            batch, aborts = self._detokenizer_stage.process(message)
+            if aborts:
+                self._to_scheduler.send(Abort(aborts))
+            for delta in batch.deltas if batch else ():
+                if delta.uid in self._deltas:
+                    self._deltas[delta.uid].append(delta)
+
+    def _wait(self, uids: list[int], is_long: bool, progress: bool | None) -> None:
+        """Turn until all of these requests have ended."""
+        columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"))
+        unfinished = set(uids)
+        with Progress(*columns, TimeRemainingColumn(), disable=not (is_long if progress is None else progress)) as bar:
+            task = bar.add_task("", total=len(uids), speed="")
+            while unfinished:
+                self._turn()
+                ended = {uid for uid in unfinished if self._deltas[uid] and self._deltas[uid][-1].finish_reason}
+                if not ended:
+                    continue
+                for uid in ended:
+                    error = self._deltas[uid][-1].error
+                    if error is not None:
+                        raise _error(error)
+                unfinished -= ended
+                seconds = bar.tasks[task].elapsed or 0.0
+                tokens = sum(self._deltas[uid][-1].completion_tokens for uid in uids if self._deltas[uid])
+                bar.update(
+                    task, completed=len(uids) - len(unfinished), speed=f"{tokens / max(seconds, 1e-9):.0f} tok/s"
+                )
+
+    def _forget(self, uids: list[int]) -> None:
+        """Drop what is kept of these requests, ending those that still run."""
+        running = [uid for uid in uids if uid in self._deltas and not any(d.finish_reason for d in self._deltas[uid])]
+        for uid in uids:
+            self._deltas.pop(uid, None)
+            self._prompt_tokens.pop(uid, None)
+        if running and self._is_open:
+            self._to_scheduler.send(Abort(running))
+            while self.scheduler.has_work and not self._deltas:
+                self._turn()
+
+
+def _run_config(model: str, options: Mapping[str, Any]) -> RunConfig:
+    """Options by field name, each given to the config that has the field."""
+    kinds = (ModelConfig, EngineConfig, SchedulerConfig)
+    fields = {field.name: kind for kind in kinds for field in dataclasses.fields(kind) if field.name != "model"}
+    unknown = [name for name in options if name not in fields]
+    if unknown:
+        raise ConfigError(f"LLM has no option {unknown[0]!r}; known: {', '.join(sorted(fields))}")
+    of = {kind: {name: value for name, value in options.items() if fields[name] is kind} for kind in kinds}
+    return RunConfig(
+        ModelConfig(model=model, **of[ModelConfig]),
+        EngineConfig(**of[EngineConfig]),
+        SchedulerConfig(**of[SchedulerConfig]),
+    )
+
+
+def _is_ids(prompt: Any) -> TypeGuard[Sequence[int]]:
+    return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], int)
+
+
+def _job(uids: list[int], prompt: Any, params: SamplingParams, template: Mapping[str, Any]) -> TokenizeJob:
+    if isinstance(prompt, str):
+        return TokenizeJob(uids=uids, params=params, text=prompt)
+    if _is_ids(prompt):
+        return TokenizeJob(uids=uids, params=params, token_ids=_packed(prompt))
+    if not prompt or not all(isinstance(message, Mapping) for message in prompt):
+        raise InvalidRequest("a prompt must be a text, a list of token ids, or a list of chat messages", "prompt")
+    named = {"tools", "add_generation_prompt", "continue_final_message"}
+    known = {name: value for name, value in template.items() if name in named}
+    if known.get("continue_final_message"):
+        known.setdefault("add_generation_prompt", False)
+    rest = {name: value for name, value in template.items() if name not in named}
+    chat = ChatPrompt(messages=[dict(message) for message in prompt], template_kwargs=rest, **known)
+    return TokenizeJob(uids=uids, params=params, chat=chat)
+
+
+def _packed(token_ids: Sequence[int]) -> bytes:
+    try:
+        return pack_ids(token_ids)
+    except (OverflowError, TypeError) as error:
+        raise InvalidRequest(f"prompt token ids must be whole numbers below 2**31: {error}", "prompt") from None
+
+
+def _output(choices: Iterable[Iterable[TextDelta]], prompt_tokens: int) -> Output:
+    completions, generated, cached = [], 0, 0
+    for deltas in choices:
+        deltas = list(deltas)
+        last = deltas[-1]
+        assert last.finish_reason is not None
+        generated += last.completion_tokens
+        cached = max(cached, last.cached_tokens)
+        ids = unpack_ids(b"".join(delta.token_ids for delta in deltas))
+        text = "".join(delta.text for delta in deltas)
+        completions.append(Completion(text, ids, last.finish_reason, last.stop_reason))
+    return Output(completions, Usage(prompt_tokens, generated, cached))
+
+
+def _error(info: ErrorInfo) -> TokenmillError:
+    return InvalidRequest(info.message, info.param) if info.status == 400 else TokenmillError(info.message)

@@ -1,0 +1,136 @@
+"""Between messages and the scheduler: what comes in is added or aborted, what a step brings goes out."""
+
+from __future__ import annotations
+
+import logging
+from array import array
+
+from tokenmill.errors import TokenmillError
+from tokenmill.sched.plan import StepPlan, StepResult
+from tokenmill.sched.request import Request
+from tokenmill.sched.scheduler import Ending, Outcome, Scheduler
+from tokenmill.types import FinishReason
+from tokenmill.wire.channel import Receiver, Sender
+from tokenmill.wire.messages import (
+    Abort,
+    ErrorInfo,
+    Finish,
+    GenerateJob,
+    OpenText,
+    Probe,
+    Pulse,
+    Stop,
+    ToDetokenizer,
+    TokenBatch,
+    ToScheduler,
+    ToServer,
+    pack_ids,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class Core:
+    """One rank's scheduler with its pipes. Ranks above 0 are given pipes that lead nowhere."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        inbox: Receiver[ToScheduler],
+        detokenizer: Sender[ToDetokenizer],
+        server: Sender[ToServer],
+    ) -> None:
+        self.scheduler = scheduler
+        self._inbox = inbox
+        self._detokenizer = detokenizer
+        self._server = server
+        self._is_draining = False
+
+    def intake(self) -> bool:
+        """Take in all messages, waiting for one when there is nothing to do. False: the loop must end."""
+        must_wait = not self.scheduler.has_work and not self._is_draining
+        accepted: list[int] = []
+        finished: list[Finish] = []
+        for message in self._inbox.receive(None if must_wait else 0):
+            match message:
+                case GenerateJob():
+                    self._detokenizer.send(OpenText(message.uid, message.text))
+                    error = self._add(message)
+                    if error is None:
+                        accepted.append(message.uid)
+                    else:
+                        finished.append(Finish(uid=message.uid, reason=FinishReason.ERROR, error=error))
+                case Abort():
+                    ended = [uid for uid in message.uids if self.scheduler.abort(uid)]
+                    finished.extend(Finish(uid=uid, reason=FinishReason.ABORT) for uid in ended)
+                case Probe():
+                    self._server.send(self._pulse(message.serial))
+                case Stop(drain=False):
+                    return False
+                case Stop():
+                    self._is_draining = True
+        if accepted or finished:
+            self._detokenizer.send(TokenBatch(accepted=accepted, finished=finished))
+        return not self._is_draining or self.scheduler.has_work
+
+    def deliver(self, plan: StepPlan, result: StepResult) -> None:
+        """Commit a step and send what it brought."""
+        outcome = self.scheduler.commit(plan, result)
+        if self.scheduler.config.debug_checks:
+            self.scheduler.check()
+        if outcome.tokens or outcome.admitted or outcome.finished:
+            self._detokenizer.send(_columns(outcome))
+
+    def _add(self, job: GenerateJob) -> ErrorInfo | None:
+        token_ids = array("i")
+        token_ids.frombytes(job.token_ids)
+        request = Request(
+            uid=job.uid,
+            token_ids=token_ids,
+            prompt_len=len(token_ids),
+            max_len=len(token_ids) + job.max_tokens,
+            params=job.params,
+            end_ids=frozenset(job.end_ids),
+            salt=job.salt,
+        )
+        try:
+            self.scheduler.add(request)
+        except TokenmillError as error:
+            return ErrorInfo(error.message, error.kind, error.status, error.param)
+        return None
+
+    def _pulse(self, serial: int) -> Pulse:
+        scheduler = self.scheduler
+        counters = scheduler.counters
+        return Pulse(
+            serial=serial,
+            steps=counters.steps,
+            waiting=scheduler.num_waiting,
+            running=scheduler.num_running,
+            free_pages=scheduler.cache.num_free,
+            cached_pages=scheduler.cache.num_cached,
+            num_pages=scheduler.cache.num_pages,
+            prompt_tokens=counters.prompt_tokens,
+            cached_tokens=counters.cached_tokens,
+            generated_tokens=counters.generated_tokens,
+            retractions=counters.retractions,
+        )
+
+
+def _columns(outcome: Outcome) -> TokenBatch:
+    return TokenBatch(
+        uids=[uid for uid, _ in outcome.tokens],
+        counts=[1] * len(outcome.tokens),
+        token_ids=pack_ids(token for _, token in outcome.tokens),
+        admitted=outcome.admitted,
+        finished=[_finish(ending) for ending in outcome.finished],
+    )
+
+
+def _finish(ending: Ending) -> Finish:
+    return Finish(
+        uid=ending.uid,
+        reason=ending.reason,
+        is_stop_token=ending.token is not None,
+        stop_token=None if ending.is_end_id else ending.token,
+    )

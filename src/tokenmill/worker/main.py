@@ -1,0 +1,54 @@
+"""The scheduler process: one rank's scheduler and engine."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack, closing
+
+import zmq
+
+from tokenmill.engine.engine import load_engine
+from tokenmill.parallel.group import Group
+from tokenmill.procs import Report
+from tokenmill.sched.scheduler import Scheduler
+from tokenmill.wire.channel import NullSender, PushChannel, Sender, address
+from tokenmill.wire.messages import ToDetokenizer, ToServer
+from tokenmill.worker.core import Core
+from tokenmill.worker.inbox import open_inbox
+from tokenmill.worker.loop import make_loop
+from tokenmill.worker.settings import SchedulerSettings
+
+
+def run_scheduler(settings: SchedulerSettings, report: Report) -> None:
+    """Load, report, work until Stop.
+
+    Raises:
+        TokenmillError: the model or the configuration cannot be used.
+    """
+    started = time.perf_counter()
+    engine, config, spec = load_engine(settings.run, settings.model, Group.solo())
+    with ExitStack() as stack:
+        stack.enter_context(closing(engine))
+        context = stack.enter_context(zmq.Context())
+        inbox = stack.enter_context(closing(open_inbox(context, settings.directory, settings.rank, settings.size)))
+        detokenizer: Sender[ToDetokenizer] = NullSender()
+        server: Sender[ToServer] = NullSender()
+        if settings.rank == 0:
+            detokenizer = PushChannel(context, address(settings.directory, "detokenizer"))
+            server = PushChannel(context, address(settings.directory, "server"))
+            stack.enter_context(closing(detokenizer))
+            stack.enter_context(closing(server))
+        loop = make_loop(Core(Scheduler(config), inbox, detokenizer, server), engine)
+        report.ready(
+            max_model_len=config.max_model_len,
+            vocab_size=spec.vocab_size,
+            num_pages=config.num_pages,
+            page_size=config.page_size,
+            dtype=config.dtype,
+            device=config.device,
+            attention=config.attention,
+            threads=config.threads,
+            load_seconds=round(time.perf_counter() - started, 2),
+        )
+        while loop.turn():
+            pass

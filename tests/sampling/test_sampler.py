@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tokenmill.sampling.batch import SamplingTable
+from tokenmill.sampling.sampler import sample, uniform
+from tokenmill.types import SamplingParams
+
+VOCAB = 3000
+DRAWS = 400
+
+
+def logits_of(seed: int, rows: int = 1, spread: float = 2.0) -> torch.Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def draw(logits: torch.Tensor, params: list[SamplingParams], position: int = 5, blocked: tuple[int, ...] = ()):
+    table = SamplingTable(len(params), torch.device("cpu"))
+    for slot, its in enumerate(params):
+        table.open(slot, its, 3, blocked)
+    return sample(logits.clone(), table, list(range(len(params))), [position] * len(params)).tolist()
+
+
+def support(params: SamplingParams, row: torch.Tensor) -> set[int]:
+    """Every id that is drawn over many seeds."""
+    many = [SamplingParams(**{**as_dict(params), "seed": seed}) for seed in range(DRAWS)]
+    return set(draw(row.expand(DRAWS, -1), many))
+
+
+def as_dict(params: SamplingParams) -> dict[str, object]:
+    return {name: getattr(params, name) for name in params.__struct_fields__}
+
+
+def test_greedy_takes_the_likeliest():
+    row = logits_of(0)
+    best = row.argmax().item()
+    for params in (
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=1e-5, seed=1),
+        SamplingParams(top_k=1, seed=1),
+        SamplingParams(top_p=1e-6, seed=1),
+        SamplingParams(top_p=0.0, seed=1),
+        SamplingParams(min_p=1.0, seed=1),
+    ):
+        assert draw(row, [params]) == [best]
+
+
+def test_top_k_keeps_exactly_the_k_likeliest():
+    row = logits_of(1, spread=0.1)
+    likeliest = set(row[0].topk(3).indices.tolist())
+    assert support(SamplingParams(top_k=3), row) == likeliest
+    ties = torch.zeros(1, VOCAB)
+    assert len(support(SamplingParams(top_k=3), ties)) == 3
+
+
+@pytest.mark.parametrize("spread", [0.01, 2.0, 6.0])
+@pytest.mark.parametrize("top_p", [0.2, 0.7, 0.95])
+def test_top_p_keeps_the_smallest_set_that_reaches_it(spread, top_p):
+    row = logits_of(2, spread=spread)
+    probabilities, order = row[0].double().softmax(-1).sort(descending=True)
+    size = int((probabilities.cumsum(0) < top_p).sum()) + 1
+    kept = set(order[: size + 1].tolist())
+    drawn = support(SamplingParams(top_p=top_p), row)
+    assert drawn <= kept
+    assert int(order[0]) in drawn or spread < 1
+
+
+def test_top_p_counts_within_top_k():
+    row = torch.full((1, VOCAB), -20.0)
+    row[0, :4] = torch.log(torch.tensor([0.4, 0.3, 0.2, 0.1]))
+    assert support(SamplingParams(top_k=3, top_p=0.5), row) == {0, 1}
+    assert support(SamplingParams(top_p=0.75), row) == {0, 1, 2}
+
+
+def test_min_p_drops_the_unlikely_with_and_without_ranks():
+    row = torch.full((1, VOCAB), -20.0)
+    row[0, :4] = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
+    assert support(SamplingParams(min_p=0.25), row) == {0, 1, 2}
+    assert support(SamplingParams(min_p=0.25, top_p=0.999), row) == {0, 1, 2}
+
+
+def test_frequencies_follow_the_probabilities():
+    row = torch.full((1, VOCAB), -1e9)
+    weights = torch.tensor([0.5, 0.3, 0.2])
+    row[0, 100:103] = weights.log() * 0.5
+    many = [SamplingParams(temperature=0.5, seed=seed) for seed in range(2000)]
+    for extra in ({}, {"top_p": 0.9999}):
+        params = [SamplingParams(**{**as_dict(its), **extra}) for its in many]
+        counts = torch.bincount(torch.tensor(draw(row.expand(len(params), -1), params)), minlength=VOCAB)
+        assert counts.sum() == counts[100:103].sum()
+        assert (counts[100:103] / len(params) - weights).abs().max() < 0.04
+
+
+def test_a_draw_does_not_depend_on_its_neighbours():
+    rows = logits_of(3, rows=6)
+    params = [
+        SamplingParams(seed=1),
+        SamplingParams(temperature=0),
+        SamplingParams(seed=2, top_p=0.9),
+        SamplingParams(seed=3, top_k=40),
+        SamplingParams(seed=4, min_p=0.05),
+        SamplingParams(seed=5, temperature=5.0, top_p=0.999),
+    ]
+    together = draw(rows, params)
+    assert together == [draw(rows[i : i + 1], [params[i]])[0] for i in range(6)]
+    assert together[::-1] == draw(rows.flip(0), params[::-1])
+
+
+def test_the_draw_changes_with_seed_and_position():
+    row = torch.zeros(1, VOCAB)
+    assert len({draw(row, [SamplingParams(seed=seed)])[0] for seed in range(50)}) > 40
+    assert len({draw(row, [SamplingParams(seed=7)], position)[0] for position in range(50)}) > 40
+
+
+def test_uniform_is_uniform():
+    position = torch.arange(20_000)
+    for seed in (0, 1, 2**62):
+        numbers = uniform(torch.full_like(position, seed), position)
+        assert numbers.min() >= 0
+        assert numbers.max() < 1
+        assert abs(numbers.mean() - 0.5) < 0.01
+        assert abs(numbers.std() - 12**-0.5) < 0.01
+        assert abs(torch.corrcoef(torch.stack([numbers[1:], numbers[:-1]]))[0, 1]) < 0.03
+
+
+def test_bias_is_added_and_stays_with_its_row():
+    rows = logits_of(4, rows=2)
+    biased = SamplingParams(temperature=0, logit_bias={17: 100.0})
+    plain = SamplingParams(temperature=0)
+    assert draw(rows, [biased, plain]) == [17, rows[1].argmax().item()]
+    assert draw(rows, [SamplingParams(temperature=0, logit_bias={int(rows[0].argmax()): -100.0}), plain])[0] != (
+        rows[0].argmax().item()
+    )
+
+
+def test_end_ids_are_blocked_until_min_tokens():
+    row = torch.zeros(1, VOCAB)
+    row[0, 9] = 50
+    params = SamplingParams(temperature=0, min_tokens=2)
+    assert draw(row, [params], position=3, blocked=(9,)) != [9]
+    assert draw(row, [params], position=4, blocked=(9,)) != [9]
+    assert draw(row, [params], position=5, blocked=(9,)) == [9]
+
+
+def test_a_slot_forgets_the_request_before():
+    table = SamplingTable(1, torch.device("cpu"))
+    table.open(0, SamplingParams(seed=1, logit_bias={5: 100.0}, min_tokens=9), 0, (6,))
+    table.open(0, SamplingParams(temperature=0), 0, ())
+    row = torch.zeros(1, VOCAB)
+    row[0, 6] = 1
+    assert sample(row, table, [0], [0]).tolist() == [6]

@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.sched.support import make_config
+from tokenmill.engine.fake import FakeEngine, next_token
+from tokenmill.sched.scheduler import Scheduler
+from tokenmill.types import FinishReason, SamplingParams
+from tokenmill.wire.channel import MemoryChannel
+from tokenmill.wire.messages import (
+    Abort,
+    GenerateJob,
+    OpenText,
+    Probe,
+    Pulse,
+    Stop,
+    TextOptions,
+    TokenBatch,
+    pack_ids,
+    unpack_ids,
+)
+from tokenmill.worker.core import Core
+from tokenmill.worker.loop import make_loop
+
+VOCABULARY = 50
+
+
+class Harness:
+    """A loop over FakeEngine with in-memory pipes."""
+
+    def __init__(self, **changes):
+        self.config = make_config(**changes)
+        self.scheduler = Scheduler(self.config)
+        self.inbox, self.out, self.server = MemoryChannel(), MemoryChannel(), MemoryChannel()
+        core = Core(self.scheduler, self.inbox, self.out, self.server)
+        self.loop = make_loop(core, FakeEngine(self.config, VOCABULARY))
+        self.tokens: dict[int, list[int]] = {}
+        self.finishes = {}
+        self.opened: list[int] = []
+        self.accepted: list[int] = []
+
+    def send(self, uid, prompt, max_tokens=6, end_ids=(), **params):
+        self.inbox.send(
+            GenerateJob(
+                uid=uid,
+                token_ids=pack_ids(prompt),
+                params=SamplingParams(**params),
+                max_tokens=max_tokens,
+                end_ids=list(end_ids),
+                text=TextOptions(),
+            )
+        )
+
+    def turn(self):
+        alive = self.loop.turn()
+        for message in self.out.receive():
+            if isinstance(message, OpenText):
+                self.opened.append(message.uid)
+                continue
+            assert isinstance(message, TokenBatch)
+            self.accepted += message.accepted
+            ids = iter(unpack_ids(message.token_ids))
+            for uid, count in zip(message.uids, message.counts, strict=True):
+                assert uid in self.opened
+                assert uid not in self.finishes
+                self.tokens.setdefault(uid, []).extend(next(ids) for _ in range(count))
+            self.finishes.update({finish.uid: finish for finish in message.finished})
+        return alive
+
+    def finish(self):
+        for _ in range(10_000):
+            if not self.turn():
+                raise AssertionError("the loop ended")
+            if not self.scheduler.has_work:
+                return
+        raise AssertionError("requests are left")
+
+
+def continuation(prompt, count):
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens, VOCABULARY))
+    return tokens[len(prompt) :]
+
+
+loops = pytest.mark.parametrize("loop", ["serial", "overlap"])
+
+
+@loops
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("policy", ["mixed", "prefill-first"])
+def test_requests_get_their_tokens_under_pressure(loop, page_size, policy):
+    harness = Harness(
+        loop=loop, page_size=page_size, num_pages=96 // page_size, max_running=4, prefill_budget=7, batch_policy=policy
+    )
+    prompts = {uid: [uid % 3] * (5 + 7 * uid % 40) for uid in range(20)}
+    for uid, prompt in prompts.items():
+        harness.send(uid, prompt, max_tokens=4 + uid)
+    harness.finish()
+    for uid, prompt in prompts.items():
+        assert harness.tokens[uid] == continuation(prompt, 4 + uid)
+        assert harness.finishes[uid].reason is FinishReason.LENGTH
+    assert harness.scheduler.counters.retractions > 0
+    assert harness.scheduler.cache.num_available == harness.config.num_pages
+
+
+@loops
+def test_an_end_id_stops_and_is_counted(loop):
+    harness = Harness(loop=loop)
+    expected = continuation([1, 2], 5)
+    harness.send(0, [1, 2], max_tokens=30, end_ids=[expected[2]])
+    harness.send(1, [1, 2], max_tokens=30, stop_token_ids=[expected[2]])
+    harness.finish()
+    assert harness.tokens[0] == harness.tokens[1] == expected[:3]
+    assert harness.finishes[0].is_stop_token
+    assert harness.finishes[0].stop_token is None
+    assert harness.finishes[1].stop_token == expected[2]
+
+
+@loops
+@pytest.mark.parametrize("turns", range(6))
+def test_abort_in_every_state(loop, turns):
+    harness = Harness(loop=loop, max_running=2, prefill_budget=4)
+    for uid in range(4):
+        harness.send(uid, [uid] * 9, max_tokens=8)
+    for _ in range(turns):
+        harness.turn()
+    harness.inbox.send(Abort([0, 3, 77]))
+    harness.send(4, [4] * 9, max_tokens=8)
+    harness.finish()
+    assert harness.finishes[0].reason is harness.finishes[3].reason is FinishReason.ABORT
+    for uid in (1, 2, 4):
+        assert harness.tokens[uid] == continuation([uid] * 9, 8)
+    harness.inbox.send(Abort([0, 1]))
+    harness.inbox.send(Probe(1))
+    harness.turn()
+    assert harness.scheduler.cache.num_available == harness.config.num_pages
+
+
+def test_what_cannot_fit_is_refused_alone():
+    harness = Harness(num_pages=4)
+    harness.send(0, [1] * 100)
+    harness.send(1, [1] * 4)
+    harness.finish()
+    assert harness.finishes[0].error.status == 400
+    assert "100" in harness.finishes[0].error.message
+    assert harness.accepted == [1]
+    assert harness.tokens[1] == continuation([1] * 4, 6)
+
+
+def test_a_full_queue_refuses_with_503():
+    harness = Harness(max_waiting=2)
+    for uid in range(3):
+        harness.send(uid, [1])
+    harness.finish()
+    assert harness.finishes[2].error.status == 503
+    assert harness.accepted == [0, 1]
+
+
+def test_a_probe_is_answered_with_the_state():
+    harness = Harness()
+    harness.send(0, [1, 2, 3])
+    harness.finish()
+    harness.inbox.send(Probe(42))
+    harness.turn()
+    (pulse,) = harness.server.receive()
+    assert isinstance(pulse, Pulse)
+    assert (pulse.serial, pulse.waiting, pulse.running) == (42, 0, 0)
+    assert pulse.generated_tokens == 6
+    assert pulse.free_pages + pulse.cached_pages == pulse.num_pages
+
+
+@loops
+def test_stop_ends_at_once_and_draining_finishes_first(loop):
+    harness = Harness(loop=loop)
+    harness.send(0, [1, 2, 3])
+    harness.inbox.send(Stop(drain=True))
+    while harness.turn():
+        pass
+    assert harness.tokens[0] == continuation([1, 2, 3], 6)
+    harness = Harness(loop=loop)
+    harness.send(0, [1, 2, 3])
+    harness.inbox.send(Stop())
+    assert not harness.turn()
+
+
+def test_both_loops_and_two_ranks_plan_alike():
+    """The plan of every step depends on the messages alone, so ranks that replay them never differ."""
+
+    def digests():
+        harness = Harness(loop="serial", num_pages=12, max_running=3, prefill_budget=5)
+        seen = []
+        plan = harness.scheduler.plan
+
+        def spy():
+            made = plan()
+            seen.append(made and made.digest())
+            return made
+
+        harness.scheduler.plan = spy
+        for uid in range(9):
+            harness.send(uid, [uid % 2] * (3 + uid), max_tokens=5)
+            harness.turn()
+        harness.finish()
+        return seen
+
+    assert digests() == digests()
+    assert len(set(digests())) > 10
