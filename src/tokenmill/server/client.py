@@ -111,10 +111,10 @@ class Generation:
         Raises:
             TokenmillError: refused, failed, or the client left.
         """
-        while self._not_tokenized or self._not_accepted:
-            if self._error is not None:
-                raise self._error
+        while self._error is None and (self._not_tokenized or self._not_accepted):
             await self._wait()
+        if self._error is not None:
+            raise self._error
 
     async def deltas(self) -> AsyncIterator[list[tuple[int, TextDelta]]]:
         """What is new, as (choice index, delta), until every choice has ended.

@@ -1,0 +1,84 @@
+"""Chat messages: what is passed on, and what is refused with its place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tokenmill.errors import InvalidRequest, UnsupportedField
+from tokenmill.server.messages import check_messages
+
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+def test_good_messages_are_passed_on() -> None:
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "developer", "content": ""},
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}], "name": "Ann"},
+        {"role": "assistant", "content": "Yes"},
+    ]
+    assert check_messages(messages) == messages
+
+
+def test_an_answer_that_a_client_sends_back_is_fine() -> None:
+    answer = {
+        "role": "assistant",
+        "content": "Yes",
+        "refusal": None,
+        "tool_calls": [],
+        "function_call": None,
+        "name": None,
+    }
+    assert check_messages([answer]) == [{"role": "assistant", "content": "Yes"}]
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        (None, "messages"),
+        ([], "messages"),
+        ("hi", "messages"),
+        ({"role": "user", "content": "x"}, "messages"),
+        (["hi"], "messages[0]"),
+        ([None], "messages[0]"),
+        ([{}], "messages[0].role"),
+        ([{"content": "x"}], "messages[0].role"),
+        ([{"role": 5, "content": "x"}], "messages[0].role"),
+        ([{"role": ["user"], "content": "x"}], "messages[0].role"),
+        ([{"role": "robot", "content": "x"}], "messages[0].role"),
+        ([{"role": "user"}], "messages[0].content"),
+        ([{"role": "user", "content": "x"}, {"role": "user", "content": None}], "messages[1].content"),
+        ([{"role": "user", "content": 5}], "messages[0].content"),
+        ([{"role": "user", "content": []}], "messages[0].content"),
+        ([{"role": "user", "content": ["x"]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": [{"text": "x"}]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+        ([{"role": "user", "content": "x", "name": 5}], "messages[0].name"),
+    ],
+)
+def test_wrong_messages_are_refused_with_their_place(messages: Any, param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        check_messages(messages)
+    assert caught.value.param == param
+    assert param in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "user", "content": [PICTURE]}, "messages[0].content[0].type"),
+        (
+            {"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {}}]},
+            "messages[0].content[0].cac",
+        ),
+        ({"role": "tool", "content": "x", "tool_call_id": "1"}, "messages[0].role"),
+        ({"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}, "messages[0].tool_calls"),
+        ({"role": "user", "content": "x", "weight": 1}, "messages[0].weight"),
+    ],
+)
+def test_what_is_not_honoured_is_refused_with_its_place(message: dict[str, Any], param: str) -> None:
+    with pytest.raises(UnsupportedField) as caught:
+        check_messages([message])
+    assert (caught.value.param or "").startswith(param)
