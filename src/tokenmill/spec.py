@@ -14,6 +14,7 @@ class RopeSpec:
     """Rotary position embedding. Names follow Hugging Face's `rope_scaling`.
 
     `attention_factor` None means the kind's own default (yarn: 0.1 ln(factor) + 1, or from mscale).
+    `frequency_factors` divide the frequencies one by one (the `rope_freqs` tensor of GGUF files).
     """
 
     kind: RopeKind = "default"
@@ -29,6 +30,7 @@ class RopeSpec:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    frequency_factors: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,186 @@
+"""Paged attention in plain torch: gather the pages, then attend. It runs anywhere and defines the truth.
+
+Rows of like length and context are computed together, padded to the longest of their group. Padding repeats a row's
+last query and last position, so that nothing is read that was not written: a NaN left in an unused page cannot spread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tokenmill.attention.base import KVCache, RowLayout
+from tokenmill.ops.api import Ops
+
+PIECE_QUERIES = 128  # longer rows are cut, so that early queries do not score the positions after them
+GATHER_COST = 8  # of one context position, in score computations
+SPARE_COST = 16384  # padding worth less than one more group
+MAX_GATHERED = 32768  # context positions of a group; bounds its memory
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some neighbouring queries of one row, and where their tokens stand in the step."""
+
+    first_token: int
+    slot: int
+    start: int
+    length: int
+
+    @property
+    def context(self) -> int:
+        """Positions that the last query attends to."""
+        return self.start + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class PieceGroup:
+    """Pieces computed in one call, each padded to `queries` queries and `context` positions."""
+
+    pieces: int
+    queries: int
+    context: int
+    tokens: Tensor  # [pieces * queries] int64
+    kv_slots: Tensor  # [pieces * context] int64
+    mask: Tensor | None  # [pieces, 1, queries, context] bool, True where attended; None: everywhere
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceMetadata:
+    """What is the same for all layers. `order` finds each token in the groups' results laid end to end.
+
+    It is None when there is one group, without padded queries, whose tokens are the step's in order.
+    """
+
+    new_slots: Tensor  # [tokens] int64, where the step's K and V go
+    groups: tuple[PieceGroup, ...]
+    order: Tensor | None  # [tokens] int64
+
+
+class ReferenceAttention:
+    """`attention.base.AttentionBackend` in plain torch; `scale` multiplies the scores."""
+
+    name = "reference"
+
+    def __init__(self, ops: Ops, *, scale: float) -> None:
+        self._ops = ops
+        self._scale = scale
+
+    def plan(self, layout: RowLayout, page_table: Tensor, page_size: int) -> ReferenceMetadata:
+        """See `AttentionBackend.plan`."""
+        new_slots = _new_slots(layout, page_table, page_size)
+        planned = [_plan_group(group, page_table, page_size) for group in group_pieces(cut_rows(layout))]
+        groups = tuple(group for group, _ in planned)
+        is_in_order = len(groups) == 1 and groups[0].pieces * groups[0].queries == len(new_slots)
+        order = None if is_in_order else _order(planned, len(new_slots), page_table.device)
+        return ReferenceMetadata(new_slots, groups, order)
+
+    def run(
+        self, query: Tensor, key: Tensor, value: Tensor, kv: KVCache, layer: int, metadata: ReferenceMetadata
+    ) -> Tensor:
+        """See `AttentionBackend.run`."""
+        keys, values = kv.keys[layer], kv.values[layer]  # [slots, kv_heads, head_dim]
+        self._ops.store_kv(key, value, keys, values, metadata.new_slots)
+        if metadata.order is None:
+            return self._attend(query, keys, values, metadata.groups[0])
+        parts = [self._attend(query.index_select(0, group.tokens), keys, values, group) for group in metadata.groups]
+        return torch.cat(parts).index_select(0, metadata.order)
+
+    def _attend(self, query: Tensor, keys: Tensor, values: Tensor, group: PieceGroup) -> Tensor:
+        heads, kv_heads, dim = query.shape[1], keys.shape[1], keys.shape[2]
+        shape = (group.pieces, group.context, kv_heads, dim)
+        key = keys.index_select(0, group.kv_slots).view(shape).transpose(1, 2)
+        value = values.index_select(0, group.kv_slots).view(shape).transpose(1, 2)
+        if group.queries == 1:  # a single query: the heads that share a K/V head become its queries
+            query = query.view(group.pieces, kv_heads, heads // kv_heads, dim)
+            mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=group.mask, scale=self._scale)
+        else:
+            query = query.view(group.pieces, group.queries, heads, dim).transpose(1, 2)
+            mixed = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=group.mask, scale=self._scale, enable_gqa=heads != kv_heads
+            ).transpose(1, 2)
+        return mixed.reshape(-1, heads, dim)  # [pieces * queries, heads, head_dim]
+
+
+def group_pieces(pieces: Sequence[Piece]) -> list[list[Piece]]:
+    """Pieces in groups of like size, each group in the step's order.
+
+    Padding costs at most a quarter of a group's own work, or less than one more group would.
+    """
+    groups: list[list[Piece]] = []
+    real = context = 0  # the last group's own work, and its longest context
+    for piece in sorted(pieces, key=lambda piece: (piece.length, piece.context), reverse=True):
+        cost = _cost(piece.length, piece.context)
+        if groups:
+            count, longest = len(groups[-1]) + 1, max(context, piece.context)
+            wasted = count * _cost(groups[-1][0].length, longest) - (real + cost)
+            if wasted <= (real + cost) // 4 + SPARE_COST and count * longest <= MAX_GATHERED:
+                groups[-1].append(piece)
+                real, context = real + cost, longest
+                continue
+        groups.append([piece])
+        real, context = cost, piece.context
+    return [sorted(group, key=lambda piece: piece.first_token) for group in groups]
+
+
+def _cost(queries: int, context: int) -> int:
+    return context * (queries + GATHER_COST)
+
+
+def cut_rows(layout: RowLayout) -> list[Piece]:
+    """The rows in pieces of at most `PIECE_QUERIES` queries, in the step's order."""
+    pieces: list[Piece] = []
+    first = 0
+    for slot, start, length in zip(layout.slots, layout.starts, layout.lengths, strict=True):
+        for done in range(0, length, PIECE_QUERIES):
+            pieces.append(Piece(first + done, slot, start + done, min(PIECE_QUERIES, length - done)))
+        first += length
+    return pieces
+
+
+def _plan_group(pieces: list[Piece], page_table: Tensor, page_size: int) -> tuple[PieceGroup, Tensor]:
+    """The group, and the indices of its pieces' own queries (not padding) among [pieces * queries]."""
+    device = page_table.device
+    queries, context = max(piece.length for piece in pieces), max(piece.context for piece in pieces)
+    columns = [(piece.first_token, piece.slot, piece.start, piece.length) for piece in pieces]
+    first_tokens, slots, starts, lengths = torch.tensor(columns, device=device).T.unsqueeze(2)  # [pieces, 1] each
+    steps = torch.arange(queries, device=device)
+    offsets = torch.minimum(steps, lengths - 1)  # [pieces, queries]
+    positions = torch.arange(context, device=device)
+    attended = torch.minimum(positions, starts + lengths - 1)  # [pieces, context]
+    needs_mask = queries > 1 or any(piece.context != context for piece in pieces)
+    group = PieceGroup(
+        pieces=len(pieces),
+        queries=queries,
+        context=context,
+        tokens=(first_tokens + offsets).flatten(),
+        kv_slots=_kv_slots(slots, attended, page_table, page_size).flatten(),
+        mask=(positions <= (starts + offsets).unsqueeze(2)).unsqueeze(1) if needs_mask else None,
+    )
+    return group, (steps < lengths).flatten().nonzero().flatten()
+
+
+def _order(planned: Sequence[tuple[PieceGroup, Tensor]], num_tokens: int, device: torch.device) -> Tensor:
+    order = torch.empty(num_tokens, dtype=torch.int64, device=device)
+    first = 0
+    for group, own in planned:
+        order[group.tokens[own]] = own + first
+        first += group.pieces * group.queries
+    return order
+
+
+def _new_slots(layout: RowLayout, page_table: Tensor, page_size: int) -> Tensor:
+    columns = torch.tensor((layout.slots, layout.starts, layout.lengths), device=page_table.device)  # [3, rows]
+    slots, starts, lengths = columns
+    firsts = lengths.cumsum(0) - lengths
+    positions = torch.arange(sum(layout.lengths), device=page_table.device)
+    positions += (starts - firsts).repeat_interleave(lengths)
+    return _kv_slots(slots.repeat_interleave(lengths), positions, page_table, page_size)
+
+
+def _kv_slots(slots: Tensor, positions: Tensor, page_table: Tensor, page_size: int) -> Tensor:
+    return page_table[slots, positions // page_size] * page_size + positions % page_size

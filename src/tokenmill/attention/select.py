@@ -1,0 +1,21 @@
+"""Attention backends by name."""
+
+from __future__ import annotations
+
+from tokenmill.attention.base import AttentionBackend
+from tokenmill.attention.reference import ReferenceAttention
+from tokenmill.errors import ConfigError
+from tokenmill.ops.api import Ops
+from tokenmill.ops.select import make_ops
+from tokenmill.spec import ModelSpec
+
+
+def make_backend(name: str, spec: ModelSpec, ops: Ops | None = None) -> AttentionBackend:
+    """The attention backend called `name` for models of this shape.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if name == "reference":
+        return ReferenceAttention(ops or make_ops("reference"), scale=spec.head_dim**-0.5)
+    raise ConfigError(f"there is no attention backend called {name!r}; known: reference")

@@ -1,0 +1,49 @@
+"""What the engine expects of a model, and what a model expects of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+from tokenmill.attention.base import KVCache
+from tokenmill.layers.batch import ForwardBatch
+from tokenmill.spec import ModelSpec
+
+
+class CausalLM(Protocol):
+    """A decoder-only language model, or one rank's part of it."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The whole model's shape."""
+
+    @property
+    def num_kv_heads(self) -> int:
+        """K/V heads of this rank: what its `KVCache` must have."""
+
+    def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
+        """Compute a step's tokens, and the logits [sampled, vocab] float32 of those that draw.
+
+        Writes the tokens' K and V to `kv`. Call it in inference mode.
+        """
+
+
+class WeightSource(Protocol):
+    """A checkpoint as models see it: tensors under Hugging Face names, read a few rows at a time."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Shape of the model that the tensors are for."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The tensors' shapes, in the order in which they lie in the file."""
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows start .. stop - 1 of a tensor, [rows, ...] of a floating type."""

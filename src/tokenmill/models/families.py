@@ -1,0 +1,25 @@
+"""Model families as data. A family whose data flow is the decoder's needs an entry here and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from tokenmill.layers.attention import AttentionNames
+from tokenmill.layers.mlp import MLPNames
+from tokenmill.models.decoder import DecoderNames
+
+FAMILIES: Mapping[str, DecoderNames] = MappingProxyType(
+    {
+        "llama": DecoderNames(
+            embedding="model.embed_tokens",
+            layer="model.layers",
+            attention_norm="input_layernorm",
+            attention=AttentionNames("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+            mlp_norm="post_attention_layernorm",
+            mlp=MLPNames("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+            final_norm="model.norm",
+            output="lm_head",
+        ),
+    }
+)

@@ -1,0 +1,124 @@
+"""Build a model and fill its parameters, from a checkpoint or at random."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from tokenmill.attention.base import AttentionBackend
+from tokenmill.errors import ModelUnreadable
+from tokenmill.layers.build import Build, Source, Sources
+from tokenmill.models.base import CausalLM, WeightSource
+from tokenmill.models.decoder import Decoder
+from tokenmill.models.families import FAMILIES
+from tokenmill.ops.api import Ops
+from tokenmill.ops.select import make_ops
+from tokenmill.parallel.group import Group
+from tokenmill.spec import ModelSpec
+
+BLOCK_ELEMENTS = 2**21  # of a tensor held expanded at a time
+NAMES_SHOWN = 5
+HARMLESS_ENDINGS = ("rotary_emb.inv_freq",)
+
+
+def load_model(
+    checkpoint: WeightSource,
+    *,
+    dtype: torch.dtype,
+    group: Group,
+    attention: AttentionBackend,
+    ops: Ops | None = None,
+    device: torch.device | None = None,
+) -> CausalLM:
+    """The model of a checkpoint with its weights, of which each rank of `group` reads its part.
+
+    Besides the model itself only a few rows of one tensor are in memory at a time.
+
+    Raises:
+        ModelUnreadable: unknown family; tensors missing, unexpected, of the wrong shape, or unreadable.
+        ConfigError: the model does not divide by the group's size.
+    """
+    model, sources = _build(checkpoint.spec, dtype, group, attention, ops, device)
+    _check(checkpoint.name, checkpoint.shapes, sources, checkpoint.spec)
+    for name in checkpoint.shapes:
+        if name in sources:
+            _fill(sources[name], name, checkpoint)
+    return model
+
+
+def random_model(
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype,
+    group: Group,
+    attention: AttentionBackend,
+    ops: Ops | None = None,
+    device: torch.device | None = None,
+    seed: int = 0,
+) -> CausalLM:
+    """A model with random weights, for benchmarks without a checkpoint.
+
+    Raises:
+        ModelUnreadable: unknown family.
+        ConfigError: the model does not divide by the group's size.
+    """
+    model, sources = _build(spec, dtype, group, attention, ops, device)
+    generator = torch.Generator(device or "cpu").manual_seed(seed)
+    for name, source in sources.items():
+        if name.endswith("norm.weight"):
+            source.target.fill_(1)
+        else:
+            bound = math.sqrt(3 / source.shape[-1])  # standard deviation 1 / sqrt(inputs)
+            source.target.uniform_(-bound, bound, generator=generator)
+    return model
+
+
+def _build(
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    group: Group,
+    attention: AttentionBackend,
+    ops: Ops | None,
+    device: torch.device | None,
+) -> tuple[CausalLM, Sources]:
+    if spec.family not in FAMILIES:
+        raise ModelUnreadable(f"model family {spec.family!r} is not supported; known: {', '.join(FAMILIES)}")
+    build = Build(spec, group, ops or make_ops("reference"), attention, dtype, device or torch.device("cpu"))
+    model = Decoder(build, FAMILIES[spec.family])
+    return model, model.sources()
+
+
+def _check(where: str, shapes: Mapping[str, tuple[int, ...]], sources: Sources, spec: ModelSpec) -> None:
+    harmless = {FAMILIES[spec.family].output + ".weight"} if spec.tie_embeddings else set()
+    missing = [name for name in sources if name not in shapes]
+    if missing:
+        raise ModelUnreadable(f"{where} lacks tensors that its configuration asks for: {_some(missing)}")
+    unexpected = [n for n in shapes if n not in sources and n not in harmless and not n.endswith(HARMLESS_ENDINGS)]
+    if unexpected:
+        raise ModelUnreadable(f"{where} holds tensors that its configuration does not ask for: {_some(unexpected)}")
+    wrong = [
+        f"{name} is {list(shapes[name])}, not {list(source.shape)}"
+        for name, source in sources.items()
+        if shapes[name] != source.shape
+    ]
+    if wrong:
+        raise ModelUnreadable(f"{where} holds tensors whose shapes contradict its configuration: {_some(wrong)}")
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = list(names)
+    more = f" and {len(listed) - NAMES_SHOWN} more" if len(listed) > NAMES_SHOWN else ""
+    return ", ".join(listed[:NAMES_SHOWN]) + more
+
+
+def _fill(source: Source, name: str, checkpoint: WeightSource) -> None:
+    rows, columns = source.rows, source.columns
+    step = max(1, BLOCK_ELEMENTS // math.prod(source.shape[1:]))
+    for start in range(rows.start, rows.stop, step):
+        stop = min(start + step, rows.stop)
+        block = checkpoint.read(name, start, stop)
+        if columns is not None:
+            block = block[:, columns.start : columns.stop]
+        source.target[start - rows.start : stop - rows.start].copy_(block)

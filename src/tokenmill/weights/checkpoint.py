@@ -1,0 +1,71 @@
+"""Open a model's files: its shape at once, its tensors as they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from tokenmill.errors import ModelNotFound, ModelUnreadable
+from tokenmill.spec import ModelSpec
+from tokenmill.weights.gguf_file import read_gguf
+from tokenmill.weights.hf_folder import read_folder
+from tokenmill.weights.stored import StoredTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model's shape, and its tensors under Hugging Face names in the order of the files.
+
+    No file stays open and nothing is kept: a read opens the file and holds the rows that were asked for.
+    """
+
+    name: str
+    spec: ModelSpec
+    stored: Mapping[str, StoredTensor]
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The tensors' shapes."""
+        return {name: tensor.shape for name, tensor in self.stored.items()}
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows start .. stop - 1 of a tensor, [rows, ...]: of the stored type, or float32 if that is quantised.
+
+        Raises:
+            ModelUnreadable: the file cannot be read, or is truncated.
+        """
+        return self.stored[name].read(start, stop)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor, whole, one at a time.
+
+        Raises:
+            ModelUnreadable: as `read`.
+        """
+        for name, tensor in self.stored.items():
+            yield name, tensor.read(0, tensor.shape[0])
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint in a Hugging Face folder (config.json, safetensors) or a .gguf file.
+
+    Raises:
+        ModelNotFound: nothing is there.
+        ModelUnreadable: truncated, damaged, incomplete, or of an unknown kind.
+    """
+    if not path.exists():
+        raise ModelNotFound(f"there is no model at {path}")
+    try:
+        spec, stored = read_folder(path) if path.is_dir() else read_gguf(path)
+        sizes = {file: file.stat().st_size for file in {tensor.path for tensor in stored.values()}}
+    except OSError as error:
+        raise ModelUnreadable(f"{path} cannot be read: {error.strerror or error}") from error
+    for name, tensor in stored.items():
+        size = sizes[tensor.path]
+        if tensor.end > size:
+            places = f"it has {size} bytes, its tensor {name} ends at {tensor.end}"
+            raise ModelUnreadable(f"{tensor.path} is truncated: {places}. Fetch it again.")
+    return Checkpoint(str(path), spec, stored)

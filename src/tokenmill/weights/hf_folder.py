@@ -1,0 +1,113 @@
+"""A Hugging Face folder: config.json, and safetensors in one file or several with an index.
+
+The safetensors layout is that of its documentation: eight bytes of header length, a JSON header, then the data.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from tokenmill.errors import ModelUnreadable
+from tokenmill.spec import ModelSpec
+from tokenmill.weights.hf_config import spec_from_config
+from tokenmill.weights.stored import StoredTensor, float_decoder
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+MAX_HEADER_BYTES = 100_000_000
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+)
+
+
+def read_folder(folder: Path) -> tuple[ModelSpec, dict[str, StoredTensor]]:
+    """The model's shape, and where its tensors lie.
+
+    Raises:
+        ModelUnreadable: files missing, damaged or contradicting each other.
+    """
+    config_path = folder / "config.json"
+    if not config_path.is_file():
+        raise ModelUnreadable(f"{folder} has no config.json: it is not a model folder in Hugging Face layout")
+    spec = spec_from_config(_json(config_path, config_path.read_bytes), str(config_path))
+    tensors: dict[str, StoredTensor] = {}
+    for path in _weight_files(folder):
+        for name, tensor in read_safetensors(path).items():
+            if name in tensors:
+                raise ModelUnreadable(f"tensor {name} is twice in {folder}: in {tensors[name].path.name}, {path.name}")
+            tensors[name] = tensor
+    return spec, tensors
+
+
+def read_safetensors(path: Path) -> dict[str, StoredTensor]:
+    """Where the tensors of one file lie, in the file's order.
+
+    Raises:
+        ModelUnreadable: truncated, damaged, a name twice, or a type that is not a floating one.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 0 < length <= min(size - 8, MAX_HEADER_BYTES):
+            raise ModelUnreadable(f"{path} is not a safetensors file, or it is truncated. Fetch it again.")
+        header = _json(path, lambda: file.read(length))
+    tensors: dict[str, StoredTensor] = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            tensors[name] = _stored(path, name, entry, 8 + length)
+    return dict(sorted(tensors.items(), key=lambda item: item[1].offset))
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if not (folder / INDEX).is_file():
+        if (folder / SINGLE).is_file():
+            return [folder / SINGLE]
+        raise ModelUnreadable(f"{folder} has neither {SINGLE} nor {INDEX}; other kinds of weight files are not read")
+    weight_map = _json(folder / INDEX, (folder / INDEX).read_bytes).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise ModelUnreadable(f"{folder / INDEX} has no weight_map")
+    files = [folder / file for file in sorted(set(weight_map.values()))]
+    absent = [path.name for path in files if not path.is_file()]
+    if absent:
+        raise ModelUnreadable(f"{folder} lacks files that {INDEX} names: {', '.join(absent[:5])}. Fetch them again.")
+    return files
+
+
+def _stored(path: Path, name: str, entry: Any, data_start: int) -> StoredTensor:
+    try:
+        kind, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        count = math.prod(shape)
+        is_sound = all(isinstance(n, int) and n >= 0 for n in (*shape, start, stop)) and count > 0
+    except (TypeError, KeyError, ValueError) as error:
+        raise ModelUnreadable(f"{path} is damaged: its tensor {name} is not described. Fetch it again.") from error
+    if kind not in DTYPES:
+        raise ModelUnreadable(f"{path}: tensor {name} is of type {kind}, which is not read; known: {', '.join(DTYPES)}")
+    dtype = DTYPES[kind]
+    if not is_sound or stop - start != count * dtype.itemsize or not shape:
+        raise ModelUnreadable(f"{path} is damaged: the size of its tensor {name} is contradictory. Fetch it again.")
+    return StoredTensor(path, data_start + start, shape, count // shape[0] * dtype.itemsize, float_decoder(dtype))
+
+
+def _json(path: Path, read: Any) -> dict[str, Any]:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+        if twice:
+            raise ModelUnreadable(f"{path} names twice: {', '.join(twice[:5])}")
+        return dict(pairs)
+
+    try:
+        value = json.loads(read().decode("utf-8"), object_pairs_hook=once)
+    except OSError as error:
+        raise ModelUnreadable(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelUnreadable(f"{path} is damaged: it does not hold JSON ({error}). Fetch it again.") from error
+    if not isinstance(value, dict):
+        raise ModelUnreadable(f"{path} is damaged: it does not hold a JSON object. Fetch it again.")
+    return value
