@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as Backend
 
 from tokenmill.errors import ModelUnreadable
@@ -88,8 +88,9 @@ def _sentence_piece(fields: dict[str, Any], tokens: list[str], kinds: Sequence[i
     unknown_token = None if unknown is None else tokens[unknown]
     backend = _bpe(tokens, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown_token)
     add_prefix = bool(fields.get(f"{PREFIX}add_space_prefix", True))
-    scheme = "first" if add_prefix else "never"
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(SPACE_MARK, prepend_scheme=scheme, split=False)
+    marks = normalizers.Replace(" ", SPACE_MARK)
+    prepend = normalizers.Prepend(SPACE_MARK)
+    backend.normalizer = normalizers.Sequence([prepend, marks]) if add_prefix else marks
     steps = [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if add_prefix else steps)
     return backend, True

@@ -88,8 +88,9 @@ def _extra_tokens(config: dict[str, Any]) -> list[str]:
 def _add_missing(backend: Backend, declared: dict[int, tuple[str, bool]], special: list[str]) -> None:
     """Make known to the backend what only tokenizer_config.json declares; ids that it already has stay."""
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    for _, (text, is_special) in sorted(declared.items()):
-        if text not in known:
+    for token_id, (text, is_special) in sorted(declared.items()):
+        own = backend.token_to_id(text)
+        if text not in known and token_id == (backend.get_vocab_size() if own is None else own):
             backend.add_tokens([AddedToken(text, special=is_special, normalized=False)])
             known.add(text)
     missing = [AddedToken(text, special=True, normalized=False) for text in special if text not in known]

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.text.vocabularies import TEXTS, byte_level, write_folder
+from tokenmill.errors import ModelUnreadable
+from tokenmill.text.tokenizer import Tokenizer
+
+
+def load(path: Path, **files: dict[str, Any]) -> Tokenizer:
+    return Tokenizer.load(write_folder(path / "model", byte_level(), **files))
+
+
+def test_tokenizer_json_alone(tmp_path: Path) -> None:
+    tokenizer = load(tmp_path)
+    assert tokenizer.chat_template is None
+    assert tokenizer.end_ids == ()
+    assert tokenizer.special_ids == {0, 1, 2, 3}
+    assert [tokenizer.encode(text) for text in TEXTS] == [byte_level().encode(text).ids for text in TEXTS]
+
+
+def test_matches_transformers(tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": {"__type": "AddedToken", "content": "</s>"}}
+    tokenizer = load(tmp_path, tokenizer_config=config)
+    oracle = PreTrainedTokenizerFast.from_pretrained(tmp_path / "model")
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "</s>")
+    for text in TEXTS:
+        ids = tokenizer.encode(text)
+        assert ids == oracle(text).input_ids
+        assert tokenizer.decode(ids) == oracle.decode(ids, skip_special_tokens=True)
+
+
+def test_end_ids_and_sampling_defaults(tmp_path: Path) -> None:
+    generation = {"eos_token_id": [3, 1], "temperature": 0.6, "top_k": 20, "top_p": 0.9, "do_sample": True}
+    tokenizer = load(tmp_path, generation_config=generation, tokenizer_config={"eos_token": "</s>"})
+    assert tokenizer.end_ids == (3, 1, 2)
+    assert tokenizer.sampling_defaults == {"temperature": 0.6, "top_k": 20, "top_p": 0.9}
+
+
+def test_end_id_of_the_model_config_is_a_fallback(tmp_path: Path) -> None:
+    assert load(tmp_path, config={"eos_token_id": 3}).end_ids == (3,)
+    assert load(tmp_path, config={"eos_token_id": 3}, generation_config={"eos_token_id": 2}).end_ids == (2,)
+
+
+def test_template_from_each_place(tmp_path: Path) -> None:
+    assert load(tmp_path, tokenizer_config={"chat_template": "one"}).chat_template == "one"
+    named = [{"name": "rag", "template": "no"}, {"name": "default", "template": "two"}]
+    assert load(tmp_path, tokenizer_config={"chat_template": named}).chat_template == "two"
+    (tmp_path / "model" / "chat_template.jinja").write_text("thrée", "utf-8")
+    assert Tokenizer.load(tmp_path / "model").chat_template == "thrée"
+
+
+def test_tokens_that_only_the_config_declares(tmp_path: Path) -> None:
+    size = byte_level().get_vocab_size()
+    declared = {
+        str(size): {"content": "<tool>", "special": True},
+        str(size + 1): {"content": "<note>", "special": False},
+        str(size + 9): {"content": "<elsewhere>", "special": True},
+    }
+    config = {"added_tokens_decoder": declared, "additional_special_tokens": [{"content": "the"}]}
+    tokenizer = load(tmp_path, tokenizer_config=config)
+    assert tokenizer.encode("<tool><note>") == [size, size + 1]
+    assert size in tokenizer.special_ids
+    assert size + 1 not in tokenizer.special_ids
+    assert tokenizer.vocab_size == size + 2
+    the = byte_level().token_to_id("the")
+    assert the in tokenizer.special_ids
+
+
+def test_truncation_and_padding_in_the_file_do_not_count(tmp_path: Path) -> None:
+    backend = byte_level()
+    backend.enable_truncation(4)
+    backend.enable_padding(length=50)
+    tokenizer = Tokenizer.load(write_folder(tmp_path / "model", backend))
+    assert tokenizer.encode("x y z x y z") == byte_level().encode("x y z x y z").ids
+
+
+def test_folders_that_cannot_work(tmp_path: Path) -> None:
+    with pytest.raises(ModelUnreadable, match=r"no tokenizer\.json"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelUnreadable, match="damaged"):
+        Tokenizer.load(tmp_path)
+    folder = write_folder(tmp_path / "model", byte_level())
+    (folder / "tokenizer_config.json").write_text("[")
+    with pytest.raises(ModelUnreadable, match=r"tokenizer_config\.json"):
+        Tokenizer.load(folder)
