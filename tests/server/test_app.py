@@ -371,7 +371,7 @@ def test_a_dead_process_ends_open_requests_with_an_error(site: Site, stream: boo
         connection = Connection(COMPLETIONS, {"prompt": "STUCK", "stream": stream})
         async with site.engine.running():
             serving = asyncio.create_task(site.app(connection.scope, connection.incoming.get, connection.send))
-            await until(lambda: site.engine.scheduler.made.get(1) == 1)
+            await until(lambda: site.engine.scheduler.made.get(1) == 1 and (not stream or len(connection.sent) > 1))
             site.engine.client.fail(WorkerDied("the scheduler-0 process has ended: killed by SIGKILL"))
             await serving
         assert connection.sent[0]["status"] == (200 if stream else 500)
