@@ -25,7 +25,11 @@ def test_tokenizer_json_alone(tmp_path: Path) -> None:
 def test_matches_transformers(tmp_path: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": {"__type": "AddedToken", "content": "</s>"}}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": {"__type": "AddedToken", "content": "</s>"},
+    }
     tokenizer = load(tmp_path, tokenizer_config=config)
     oracle = PreTrainedTokenizerFast.from_pretrained(tmp_path / "model")
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "</s>")
