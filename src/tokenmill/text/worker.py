@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,28 +93,25 @@ class TokenizerStage:
             token_ids = unpack_ids(job.token_ids)
             _check_ids(token_ids, limits.vocab_size, "prompt")
         elif job.text is not None:
-            self._check_length(job.text)
+            self._check_length(job.text, "prompt")
             token_ids = self._tokenizer.encode(job.text)
         elif job.chat is not None:
-            token_ids = self._chat_ids(job)
+            check = partial(self._check_length, param="messages")
+            token_ids = encode_chat(self._tokenizer, self._template, job.chat, check)
         else:
             raise InvalidRequest("a request needs a prompt", "prompt")
         if not token_ids:
             raise InvalidRequest("the prompt is empty: it has no tokens", "messages" if job.chat else "prompt")
         return token_ids
 
-    def _chat_ids(self, job: TokenizeJob) -> list[int]:
-        assert job.chat is not None
-        return encode_chat(self._tokenizer, self._template, job.chat, self._check_length)
-
-    def _check_length(self, text: str) -> None:
+    def _check_length(self, text: str, param: str) -> None:
         """Refuse without tokenizing what cannot fit, so that one huge text does not hold up the others."""
         most = self._limits().max_model_len
         if len(text) > self._tokenizer.longest_text(most):
             raise RequestTooLong(
                 f"This model's maximum context length is {most} tokens. However, you requested a prompt of "
                 f"{len(text)} characters, which is more than that in any case. Please shorten it.",
-                "prompt",
+                param,
             )
 
     def _generate_jobs(self, job: TokenizeJob, token_ids: list[int]) -> list[GenerateJob]:

@@ -1,0 +1,376 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from tests.text.test_chat_template import CHATML, prompt
+from tests.text.vocabularies import byte_level, byte_level_fields, write_gguf
+from tokenmill.errors import ConfigError, ModelUnreadable, StartFailed
+from tokenmill.procs import ProcessPlan, Supervisor
+from tokenmill.text.chat_template import ChatTemplate
+from tokenmill.text.detokenizer import TextStream
+from tokenmill.text.settings import DetokenizerSettings, TokenizerSettings
+from tokenmill.text.tokenizer import Tokenizer
+from tokenmill.text.worker import DetokenizerStage, TokenizerStage, detokenizer_loop, load_template, tokenizer_loop
+from tokenmill.types import FinishReason, SamplingParams
+from tokenmill.wire.channel import MemoryChannel, PullChannel, PushChannel, address
+from tokenmill.wire.messages import (
+    Abort,
+    ErrorInfo,
+    Finish,
+    GenerateJob,
+    Limits,
+    OpenText,
+    Refused,
+    Stop,
+    TextBatch,
+    TextDelta,
+    TextOptions,
+    TokenBatch,
+    Tokenized,
+    TokenizeJob,
+    ToServer,
+    pack_ids,
+    unpack_ids,
+)
+
+LIMITS = Limits(max_model_len=32, vocab_size=410)
+
+
+@pytest.fixture
+def stage(byte_tokenizer: Tokenizer) -> TokenizerStage:
+    return TokenizerStage(byte_tokenizer, ChatTemplate(CHATML), LIMITS)
+
+
+def job(uids: list[int] | None = None, **fields: Any) -> TokenizeJob:
+    params = SamplingParams(**fields.pop("params", {}))
+    return TokenizeJob(uids=uids or [7], params=params, **fields)
+
+
+def test_a_text_becomes_a_job(stage: TokenizerStage, byte_tokenizer: Tokenizer) -> None:
+    params = {"max_tokens": 5, "stop": "x", "min_tokens": 2, "include_stop_str_in_output": True}
+    (made,), answer = stage.process(job(text="the fox", params=params))
+    ids = byte_tokenizer.encode("the fox")
+    assert answer == Tokenized([7], len(ids))
+    assert (made.uid, unpack_ids(made.token_ids), made.max_tokens, made.end_ids) == (7, ids, 5, [2])
+    tail = pack_ids(ids[-8:])
+    assert made.text == TextOptions(stop=["x"], min_tokens=2, include_stop=True, prompt_tail=tail)
+
+
+def test_choices_share_the_prompt_and_differ_in_seed(stage: TokenizerStage) -> None:
+    jobs, answer = stage.process(job([4, 5, 6], token_ids=pack_ids([9]), params={"n": 3, "seed": 40, "max_tokens": 1}))
+    assert answer == Tokenized([4, 5, 6], 1)
+    assert [(made.uid, made.params.seed, made.params.n) for made in jobs] == [(4, 40, 1), (5, 41, 1), (6, 42, 1)]
+
+
+def test_max_tokens_left_out_is_what_the_context_leaves(stage: TokenizerStage) -> None:
+    (made,), _ = stage.process(job(token_ids=pack_ids([9] * 30)))
+    assert made.max_tokens == 2
+    assert made.params.seed is not None
+
+
+def test_ignore_eos_and_echo(stage: TokenizerStage) -> None:
+    (made,), _ = stage.process(job(text="a", echo=True, params={"ignore_eos": True, "max_tokens": 1}))
+    assert (made.end_ids, made.text.echo_text, made.text.echo_ids) == ([], "a", None)
+    (made,), _ = stage.process(job(token_ids=pack_ids([9]), echo=True, params={"max_tokens": 1}))
+    assert (made.text.echo_text, made.text.echo_ids) == (None, pack_ids([9]))
+
+
+def test_chat(stage: TokenizerStage, byte_tokenizer: Tokenizer) -> None:
+    stage.limits = Limits(max_model_len=500, vocab_size=410)
+    (made,), answer = stage.process(job(chat=prompt({"role": "user", "content": "fox"})))
+    expected = "<|im_start|>user\nfox<|im_end|>\n<|im_start|>assistant\n"
+    assert byte_tokenizer.decode(unpack_ids(made.token_ids)) == expected
+    assert isinstance(answer, Tokenized)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"text": ""}, "prompt", "empty"),
+        ({"token_ids": b""}, "prompt", "empty"),
+        ({}, "prompt", "needs a prompt"),
+        ({"token_ids": pack_ids([5, -1])}, "prompt", "-1"),
+        ({"token_ids": pack_ids([410])}, "prompt", "from 0 to 409"),
+        ({"token_ids": pack_ids([5] * 32)}, "prompt", "maximum context length is 32 tokens.*32 tokens"),
+        (
+            {"token_ids": pack_ids([5] * 30), "params": {"max_tokens": 3}},
+            "max_tokens",
+            "33 tokens .30 in the prompt, 3",
+        ),
+        ({"text": "x", "params": {"max_tokens": 10**9}}, "max_tokens", "1000000001"),
+        ({"token_ids": pack_ids([5] * 30), "params": {"min_tokens": 3}}, "min_tokens", "leaves 2"),
+        ({"text": "x" * 10**6}, "prompt", "1000000 characters"),
+        ({"text": "x", "params": {"stop_token_ids": [410]}}, "stop_token_ids", "410"),
+        ({"text": "x", "params": {"logit_bias": {999: 1.0}}}, "logit_bias", "999"),
+        ({"text": "x", "params": {"n": 2}}, "n", "2"),
+        ({"chat": prompt()}, "messages", "at least one"),
+        ({"chat": prompt({"role": "user", "content": "x y " * 20})}, "messages", "a prompt of"),
+        ({"chat": prompt({"role": "user", "content": "x" * 9999})}, "messages", "characters"),
+    ],
+)
+def test_what_is_refused(stage: TokenizerStage, fields: dict[str, Any], param: str, words: str) -> None:
+    jobs, answer = stage.process(job(**fields))
+    assert jobs == []
+    assert isinstance(answer, Refused)
+    assert (answer.uids, answer.error.status) == ([7], 400)
+    assert (answer.error.param, answer.error.kind) == (param, "BadRequestError")
+    assert re.search(words, answer.error.message)
+
+
+def test_a_bug_refuses_one_request_only(
+    stage: TokenizerStage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Tokenizer, "encode", lambda *_args, **_options: 1 / 0)
+    _, answer = stage.process(job(text="x"))
+    assert isinstance(answer, Refused)
+    assert answer.error.status == 500
+    assert "ZeroDivisionError" in caplog.text
+    monkeypatch.undo()
+    assert isinstance(stage.process(job(text="x"))[1], Tokenized)
+
+
+def test_deep_nesting_is_refused(stage: TokenizerStage) -> None:
+    deep: Any = "x"
+    for _ in range(3000):
+        deep = [deep]
+    _, answer = stage.process(job(chat=prompt({"role": "user", "content": "x"}, tools=[{"deep": deep}])))
+    assert isinstance(answer, Refused)
+    assert answer.error.status == 400
+
+
+def run_tokenizer_loop(stage: TokenizerStage, messages: list[Any]) -> tuple[list[Any], list[Any]]:
+    inbox, scheduler, server = MemoryChannel[Any](), MemoryChannel[Any](), MemoryChannel[Any]()
+    for message in messages:
+        inbox.send(message)
+    tokenizer_loop(stage, inbox, scheduler, server)
+    return scheduler.receive(), server.receive()
+
+
+def test_loop_drops_jobs_whose_abort_is_there_and_passes_other_aborts_on(byte_tokenizer: Tokenizer) -> None:
+    stage = TokenizerStage(byte_tokenizer, None)
+    first, second = job([1], text="a"), job([2, 3], text="b", params={"n": 2})
+    messages = [LIMITS, first, second, Abort([1]), Abort([3]), job([1], text="c"), Stop(drain=True)]
+    to_scheduler, to_server = run_tokenizer_loop(stage, messages)
+    kinds = [message.uid if isinstance(message, GenerateJob) else message for message in to_scheduler]
+    assert kinds == [2, 3, Abort([1]), Abort([3]), 1]
+    assert [answer.uids for answer in to_server] == [[2, 3], [1]]
+
+
+def test_loop_stops_at_once_unless_it_drains(stage: TokenizerStage) -> None:
+    assert run_tokenizer_loop(stage, [job(text="a"), Stop()]) == ([], [])
+    assert len(run_tokenizer_loop(stage, [job(text="a"), Stop(drain=True)])[0]) == 1
+
+
+def test_no_job_before_the_limits(byte_tokenizer: Tokenizer) -> None:
+    _, answer = TokenizerStage(byte_tokenizer, None).process(job(text="a"))
+    assert isinstance(answer, Refused)
+    assert answer.error.status == 500
+
+
+@pytest.fixture
+def text_stage(byte_tokenizer: Tokenizer) -> DetokenizerStage:
+    return DetokenizerStage(byte_tokenizer)
+
+
+def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def step(rows: dict[int, list[int]], **columns: Any) -> TokenBatch:
+    token_ids = [token_id for ids in rows.values() for token_id in ids]
+    counts = [len(ids) for ids in rows.values()]
+    return TokenBatch(uids=list(rows), counts=counts, token_ids=pack_ids(token_ids), **columns)
+
+
+def deltas(stage: DetokenizerStage, batch: TokenBatch) -> tuple[list[TextDelta], list[int]]:
+    made, aborts = stage.process(batch)
+    return ([] if made is None else made.deltas), aborts
+
+
+def test_a_request_from_first_token_to_last(text_stage: DetokenizerStage, byte_tokenizer: Tokenizer) -> None:
+    the, fox = ids_of(byte_tokenizer, "the"), ids_of(byte_tokenizer, " fox")
+    assert text_stage.process(OpenText(5, TextOptions())) == (None, [])
+    assert deltas(text_stage, step({}, accepted=[5])) == ([TextDelta(uid=5, accepted=True)], [])
+    made, aborts = deltas(text_stage, step({5: the}, admitted=[(5, 3)]))
+    count = len(the)
+    assert made == [TextDelta(uid=5, text="the", token_ids=pack_ids(the), completion_tokens=count, cached_tokens=3)]
+    finish = Finish(uid=5, reason=FinishReason.LENGTH)
+    (last,), more = deltas(text_stage, step({5: fox}, finished=[finish]))
+    assert (last.text, last.finish_reason, last.stop_reason) == (" fox", FinishReason.LENGTH, None)
+    assert (last.completion_tokens, last.cached_tokens) == (count + len(fox), 3)
+    assert aborts == more == []
+    assert text_stage.num_open == 0
+
+
+def test_stop_string_ends_the_request_here_and_in_the_scheduler(
+    text_stage: DetokenizerStage, byte_tokenizer: Tokenizer
+) -> None:
+    text_stage.process(OpenText(5, TextOptions(stop=["o"])))
+    ids = ids_of(byte_tokenizer, "f") + ids_of(byte_tokenizer, "o") + ids_of(byte_tokenizer, "x")
+    (delta,), aborts = deltas(text_stage, step({5: ids}))
+    assert (delta.text, delta.finish_reason, delta.stop_reason) == ("f", FinishReason.STOP, "o")
+    assert (delta.completion_tokens, unpack_ids(delta.token_ids)) == (2, ids[:2])
+    assert aborts == [5]
+    late = step({5: ids}, finished=[Finish(uid=5, reason=FinishReason.ABORT)])
+    assert deltas(text_stage, late) == ([], [])
+
+
+def test_stop_string_in_the_last_step_needs_no_abort(text_stage: DetokenizerStage, byte_tokenizer: Tokenizer) -> None:
+    text_stage.process(OpenText(5, TextOptions(stop=["x"])))
+    finish = Finish(uid=5, reason=FinishReason.LENGTH)
+    (delta,), aborts = deltas(text_stage, step({5: ids_of(byte_tokenizer, "fox")}, finished=[finish]))
+    assert (delta.text, delta.finish_reason, delta.stop_reason, aborts) == ("fo", FinishReason.STOP, "x", [])
+
+
+@pytest.mark.parametrize(
+    ("finish", "include", "text", "stop_reason"),
+    [
+        (Finish(uid=5, reason=FinishReason.STOP, is_stop_token=True), False, "a", None),
+        (Finish(uid=5, reason=FinishReason.STOP, is_stop_token=True, stop_token=66), False, "a", 66),
+        (Finish(uid=5, reason=FinishReason.STOP, is_stop_token=True, stop_token=66), True, "ab", 66),
+    ],
+)
+def test_stop_tokens(
+    text_stage: DetokenizerStage,
+    byte_tokenizer: Tokenizer,
+    finish: Finish,
+    include: bool,
+    text: str,
+    stop_reason: int | None,
+) -> None:
+    text_stage.process(OpenText(5, TextOptions(include_stop=include)))
+    ids = ids_of(byte_tokenizer, "a") + ids_of(byte_tokenizer, "b")
+    (delta,), _ = deltas(text_stage, step({5: ids}, finished=[finish]))
+    assert (delta.text, delta.stop_reason, delta.completion_tokens) == (text, stop_reason, 2)
+
+
+def test_what_is_held_comes_out_at_the_end(text_stage: DetokenizerStage, byte_tokenizer: Tokenizer) -> None:
+    text_stage.process(OpenText(5, TextOptions(stop=["ab!"])))
+    cut = ids_of(byte_tokenizer, "ab") + ids_of(byte_tokenizer, "\U0001f600")[:-1]
+    (first,), _ = deltas(text_stage, step({5: cut}))
+    error = ErrorInfo("the engine died")
+    finish = Finish(uid=5, reason=FinishReason.ERROR, error=error)
+    (last,), _ = deltas(text_stage, step({}, finished=[finish]))
+    assert (first.text + last.text, last.finish_reason, last.error) == ("ab\ufffd", FinishReason.ERROR, error)
+
+
+def test_requests_without_text(text_stage: DetokenizerStage) -> None:
+    error = ErrorInfo("too long", "BadRequestError", 400)
+    finished = [
+        Finish(uid=1, reason=FinishReason.ERROR, error=error),
+        Finish(uid=2, reason=FinishReason.ABORT),
+    ]
+    made, aborts = deltas(text_stage, step({3: [9]}, accepted=[4], finished=finished))
+    refused = TextDelta(uid=1, finish_reason=FinishReason.ERROR, error=error)
+    assert made == [TextDelta(uid=4, accepted=True), refused]
+    assert aborts == []
+
+
+def test_a_bug_ends_one_request_only(
+    text_stage: DetokenizerStage, byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for uid in (1, 2):
+        text_stage.process(OpenText(uid, TextOptions()))
+    push = TextStream.push
+
+    def faulty(stream: TextStream, token_ids: list[int], ends_with_stop_token: bool = False) -> Any:
+        if len(token_ids) == 2:
+            raise KeyError("bug")
+        return push(stream, token_ids, ends_with_stop_token)
+
+    monkeypatch.setattr(TextStream, "push", faulty)
+    a = ids_of(byte_tokenizer, "a")
+    (bad, good), aborts = deltas(text_stage, step({1: a + a, 2: a}))
+    assert bad.error is not None
+    assert (bad.error.status, bad.finish_reason, aborts) == (500, FinishReason.ERROR, [1])
+    assert good.text == "a"
+    assert text_stage.num_open == 1
+
+
+def test_detokenizer_loop(text_stage: DetokenizerStage, byte_tokenizer: Tokenizer) -> None:
+    inbox, scheduler, server = MemoryChannel[Any](), MemoryChannel[Any](), MemoryChannel[Any]()
+    a = ids_of(byte_tokenizer, "a")
+    for message in (OpenText(1, TextOptions(stop=["a"])), step({1: a}), Stop(), step({1: a})):
+        inbox.send(message)
+    detokenizer_loop(text_stage, inbox, scheduler, server)
+    assert scheduler.receive() == [Abort([1])]
+    ((batch),) = server.receive()
+    assert [delta.stop_reason for delta in batch.deltas] == ["a"]
+
+
+def test_templates(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    assert load_template(byte_tokenizer) is None
+    file = tmp_path / "own.jinja"
+    with pytest.raises(ConfigError, match=r"own\.jinja"):
+        load_template(byte_tokenizer, file)
+    file.write_text("{{ eos_token }}!")
+    template = load_template(byte_tokenizer, file)
+    assert template is not None
+    assert template.render(prompt({"role": "user", "content": "x"})) == "</s>!"
+    file.write_text("{% x %}")
+    with pytest.raises(ModelUnreadable):
+        load_template(byte_tokenizer, file)
+
+
+def test_processes_end_to_end(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    fields = byte_level_fields(byte_level()) | {"tokenizer.chat_template": CHATML, "general.sampling.top_k": 9}
+    model = write_gguf(tmp_path / "model.gguf", fields)
+    supervisor = Supervisor(start_timeout=60)
+    context = zmq.Context()
+    scheduler = PullChannel[Any](context, address(tmp_path, "scheduler"), GenerateJob | Abort)
+    server = PullChannel[Any](context, address(tmp_path, "server"), ToServer)
+    tokenizer = PushChannel[Any](context, address(tmp_path, "tokenizer-0"))
+    detokenizer = PushChannel[Any](context, address(tmp_path, "detokenizer"))
+    try:
+        settings = TokenizerSettings(model, tmp_path, 0)
+        ready = supervisor.start(
+            [
+                ProcessPlan("tokenizer-0", "tokenmill.text.worker:run_tokenizer", settings),
+                ProcessPlan(
+                    "detokenizer", "tokenmill.text.worker:run_detokenizer", DetokenizerSettings(model, tmp_path)
+                ),
+            ]
+        )
+        assert ready["tokenizer-0"].info == {
+            "has_chat_template": True,
+            "sampling_defaults": {"top_k": 9},
+            "vocab_size": byte_tokenizer.vocab_size,
+        }
+        tokenizer.send(LIMITS)
+        tokenizer.send(job([1], text="fox", params={"max_tokens": 3, "stop": ["o"]}))
+        (made,) = scheduler.receive(30)
+        assert server.receive(30) == [Tokenized([1], len(byte_tokenizer.encode("fox")))]
+        detokenizer.send(OpenText(1, made.text))
+        detokenizer.send(step({1: unpack_ids(made.token_ids)}))
+        (batch,) = server.receive(30)
+        assert isinstance(batch, TextBatch)
+        assert (batch.deltas[0].text, batch.deltas[0].stop_reason) == ("f", "o")
+        assert scheduler.receive(30) == [Abort([1])]
+    finally:
+        supervisor.stop(grace=5)
+        for channel in (scheduler, server, tokenizer, detokenizer):
+            channel.close()
+        context.term()
+
+
+def test_a_bad_model_is_the_reason_of_a_failed_start(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    settings = TokenizerSettings(tmp_path / "model.gguf", tmp_path, 0)
+    with pytest.raises(StartFailed, match="not a usable GGUF file"):
+        Supervisor(start_timeout=60).start(
+            [ProcessPlan("tokenizer-0", "tokenmill.text.worker:run_tokenizer", settings)]
+        )
+
+
+def test_no_torch_in_these_processes() -> None:
+    heavy = "{'torch', 'transformers', 'numpy', 'gguf'}"
+    code = f"import sys, tokenmill.text.worker; print(sorted({heavy} & set(sys.modules)))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
