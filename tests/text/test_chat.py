@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 
-from tests.text.test_chat_template import CHATML, TOOLS, prompt
+from tests.text.test_chat_template import TOOLS, prompt
 from tokenmill.errors import InvalidRequest, RequestTooLong
 from tokenmill.text.chat import encode_chat
 from tokenmill.text.chat_template import ChatTemplate
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.wire.messages import ChatPrompt
 
+USER_END = {"role": "user", "content": "</s>!!"}
 SIMPLE = "{{ bos_token }}{% for m in messages %}<|user|>{{ m.role }}: {{ m.content }}</s>{% endfor %}"
 
 
@@ -62,8 +63,8 @@ def test_length_is_checked_before_tokenizing(byte_tokenizer: Tokenizer) -> None:
     def refuse(text: str) -> None:
         raise RequestTooLong(f"{len(text)}")
 
-    with pytest.raises(RequestTooLong):
-        encode_chat(byte_tokenizer, ChatTemplate(CHATML), prompt({"role": "user", "content": "x"}), refuse)
+    with pytest.raises(RequestTooLong, match=r"^6$"):
+        encode_chat(byte_tokenizer, ChatTemplate("{{ messages[0].content }}"), prompt(USER_END), refuse)
 
 
 def test_no_template(byte_tokenizer: Tokenizer) -> None:

@@ -160,7 +160,11 @@ def test_loop_drops_jobs_whose_abort_is_there_and_passes_other_aborts_on(byte_to
     to_scheduler, to_server = run_tokenizer_loop(stage, messages)
     kinds = [message.uid if isinstance(message, GenerateJob) else message for message in to_scheduler]
     assert kinds == [2, 3, Abort([1]), Abort([3]), 1]
-    assert [answer.uids for answer in to_server] == [[2, 3], [1]]
+    assert [(type(answer), answer.uids) for answer in to_server] == [
+        (Refused, [1]),
+        (Tokenized, [2, 3]),
+        (Tokenized, [1]),
+    ]
 
 
 def test_loop_stops_at_once_unless_it_drains(stage: TokenizerStage) -> None:
@@ -202,7 +206,7 @@ def test_a_request_from_first_token_to_last(text_stage: DetokenizerStage, byte_t
     count = len(the)
     assert made == [TextDelta(uid=5, text="the", token_ids=pack_ids(the), completion_tokens=count, cached_tokens=3)]
     finish = Finish(uid=5, reason=FinishReason.LENGTH)
-    (last,), more = deltas(text_stage, step({5: fox}, finished=[finish]))
+    (last,), more = deltas(text_stage, step({5: fox}, admitted=[(5, 9)], finished=[finish]))
     assert (last.text, last.finish_reason, last.stop_reason) == (" fox", FinishReason.LENGTH, None)
     assert (last.completion_tokens, last.cached_tokens) == (count + len(fox), 3)
     assert aborts == more == []

@@ -184,7 +184,7 @@ class _OpenRequest:
 
     def __init__(self, stream: TextStream) -> None:
         self.stream = stream
-        self.cached_tokens = 0
+        self.cached_tokens: int | None = None
 
 
 class DetokenizerStage:
@@ -242,7 +242,8 @@ class DetokenizerStage:
         if request is None:
             return _without_text(uid, cached, finish, accepted)
         stream = request.stream
-        request.cached_tokens = request.cached_tokens if cached is None else cached
+        if request.cached_tokens is None:  # a request that was retracted is admitted again, with its own tokens cached
+            request.cached_tokens = cached
         before = stream.completion_tokens
         text, stop = stream.push(token_ids, ends_with_stop_token=finish is not None and finish.is_stop_token)
         if finish is not None and stop is None:
@@ -254,7 +255,7 @@ class DetokenizerStage:
             text=text,
             token_ids=pack_ids(token_ids[: stream.completion_tokens - before]),
             completion_tokens=stream.completion_tokens,
-            cached_tokens=request.cached_tokens,
+            cached_tokens=request.cached_tokens or 0,
             accepted=accepted,
             finish_reason=reason,
             stop_reason=stop if stop is not None else finish.stop_token if finish else None,
@@ -284,7 +285,7 @@ def _rows(batch: TokenBatch) -> dict[int, list[int]]:
 def tokenizer_loop(
     stage: TokenizerStage, inbox: Receiver[ToTokenizer], scheduler: Sender[ToScheduler], server: Sender[ToServer]
 ) -> None:
-    """Work through the inbox until Stop. A job whose Abort is already there is dropped; other Aborts are passed on."""
+    """Work through the inbox until Stop. Every job is answered, also one that is dropped since its Abort is there."""
     queue: deque[ToTokenizer] = deque()
     aborted: set[int] = set()
     while True:
@@ -296,7 +297,9 @@ def tokenizer_loop(
         match queue.popleft() if queue else None:
             case Limits() as limits:
                 stage.limits = limits
-            case TokenizeJob() as job if not aborted.issuperset(job.uids):
+            case TokenizeJob() as job if aborted.issuperset(job.uids):
+                server.send(Refused(job.uids, ErrorInfo("aborted before it was tokenized", status=499)))
+            case TokenizeJob() as job:
                 jobs, answer = stage.process(job)
                 server.send(answer)
                 for generate in jobs:
