@@ -35,7 +35,7 @@ def encode_chat(
         )
     prompt, plain = _mask(prompt, tokenizer.special_pattern)
     text = template.render(prompt)
-    check_length(text.translate(str.maketrans(dict(plain))))
+    check_length(text.translate({ord(letter): shown for letter, shown in plain.items()}))
     if plain:
         return tokenizer.encode_masked(text, plain)
     return tokenizer.encode(text, add_special_tokens=False)
