@@ -77,8 +77,8 @@ def serve(run: RunConfig, server: ServerConfig, planner: Planner = plan_processe
         KeyboardInterrupt: a signal came before the server was ready.
     """
     began = time.monotonic()
-    log.configure("server", server.log_level)
     _check(server)
+    log.configure("server", server.log_level)
     with bind(server.host, server.port) as listener, _terminate_as_interrupt(), private_directory() as directory:
         model = resolve_model(run.model.model)
         supervisor = Supervisor(server.start_timeout)
