@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 from collections import deque
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from threading import current_thread, main_thread
 from types import TracebackType
 from typing import Any, TypeGuard
 
@@ -95,6 +98,7 @@ class LLM:
         self._to_detokenizer: MemoryChannel[ToDetokenizer] = MemoryChannel()
         self._to_server: MemoryChannel[ToServer] = MemoryChannel()
         self.tokenizer = tokenizer
+        self.vocab_size = spec.vocab_size
         self.scheduler = Scheduler(config)
         core = Core(self.scheduler, self._to_scheduler, self._to_detokenizer, self._to_server)
         self._loop = make_loop(core, self._engine)
@@ -124,13 +128,15 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool | None = None,
+        concurrency: int | None = None,
     ) -> list[Output]:
-        """Continue each prompt; text or token ids, one or many. All run at once, as the scheduler sees fit.
+        """Continue each prompt; text or token ids, one or many.
 
         Args:
             prompts: one prompt, or a list of prompts.
             params: for all prompts, or one for each; by default the model's own recommendation.
             progress: show a bar; by default for eight prompts and more.
+            concurrency: most prompts in the queue or running at a time; by default all, as the scheduler sees fit.
 
         Returns:
             one Output a prompt, in their order.
@@ -139,7 +145,7 @@ class LLM:
             InvalidRequest: a prompt or parameter cannot be honoured; nothing of the call goes on.
         """
         single = isinstance(prompts, str) or _is_ids(prompts)
-        return self._run([prompts] if single else list(prompts), params, progress)
+        return self._run([prompts] if single else list(prompts), params, progress, concurrency=concurrency)
 
     def chat(
         self,
@@ -154,7 +160,7 @@ class LLM:
         `template` may hold tools, add_generation_prompt and continue_final_message as in the HTTP API.
         """
         single = not messages or isinstance(messages[0], Mapping)
-        return self._run([messages] if single else list(messages), params, progress, template)
+        return self._run([messages] if single else list(messages), params, progress, template=template)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[TextDelta, None, None]:
         """Generate one choice piece by piece. Closing the generator aborts the request.
@@ -189,20 +195,40 @@ class LLM:
         prompts: Sequence[Any],
         params: SamplingParams | Sequence[SamplingParams] | None,
         progress: bool | None,
+        *,
+        concurrency: int | None = None,
         template: Mapping[str, Any] | None = None,
     ) -> list[Output]:
         each = self._params_for(prompts, params)
-        uids: list[list[int]] = []
+        jobs = [
+            _job([next(self._uids) for _ in range(its.n)], prompt, its, template or {})
+            for prompt, its in zip(prompts, each, strict=True)
+        ]
+        uids = [uid for job in jobs for uid in job.uids]
+        queue = deque(jobs)
+        unfinished: set[int] = set()
+        most = concurrency or self.scheduler.config.max_waiting
+        columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"))
+        is_hidden = not (len(prompts) >= PROGRESS_FROM if progress is None else progress)
         try:
-            for prompt, its in zip(prompts, each, strict=True):
-                uids.append([next(self._uids) for _ in range(its.n)])
-                self._submit(_job(uids[-1], prompt, its, template or {}))
-            self._wait([uid for choices in uids for uid in choices], len(prompts) >= PROGRESS_FROM, progress)
-            return [
-                _output([self._deltas[uid] for uid in choices], self._prompt_tokens[choices[0]]) for choices in uids
-            ]
+            with Progress(*columns, TimeRemainingColumn(), disable=is_hidden) as bar:
+                task = bar.add_task("", total=len(uids), speed="")
+                while queue or unfinished:
+                    while queue and len(unfinished) < most:
+                        unfinished.update(self._submit(queue.popleft()))
+                    ended = self._turn()
+                    for uid in unfinished.intersection(ended):
+                        unfinished.remove(uid)
+                        error = self._deltas[uid][-1].error
+                        if error is not None:
+                            raise _error(error)
+                    if ended:
+                        tokens = sum(self._deltas[uid][-1].completion_tokens for uid in uids if self._deltas.get(uid))
+                        speed = f"{tokens / max(bar.tasks[task].elapsed or 0.0, 1e-9):.0f} tok/s"
+                        bar.update(task, completed=len(uids) - len(unfinished) - _num_choices(queue), speed=speed)
+            return [_output([self._deltas[uid] for uid in job.uids], self._prompt_tokens[job.uids[0]]) for job in jobs]
         finally:
-            self._forget([uid for choices in uids for uid in choices])
+            self._forget(uids)
 
     def _params_for(
         self, prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams] | None
@@ -226,39 +252,22 @@ class LLM:
             self._to_scheduler.send(generate)
         return job.uids
 
-    def _turn(self) -> None:
-        """One turn of the loop, and its text brought to the requests."""
-        self._loop.turn()
-        for message in self._to_detokenizer.receive():
-            assert not isinstance(message, Stop)
-            batch, aborts = self._detokenizer_stage.process(message)
-            if aborts:
-                self._to_scheduler.send(Abort(aborts))
-            for delta in batch.deltas if batch else ():
-                if delta.uid in self._deltas:
-                    self._deltas[delta.uid].append(delta)
-
-    def _wait(self, uids: list[int], is_long: bool, progress: bool | None) -> None:
-        """Turn until all of these requests have ended."""
-        columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"))
-        unfinished = set(uids)
-        with Progress(*columns, TimeRemainingColumn(), disable=not (is_long if progress is None else progress)) as bar:
-            task = bar.add_task("", total=len(uids), speed="")
-            while unfinished:
-                self._turn()
-                ended = {uid for uid in unfinished if self._deltas[uid] and self._deltas[uid][-1].finish_reason}
-                if not ended:
-                    continue
-                for uid in ended:
-                    error = self._deltas[uid][-1].error
-                    if error is not None:
-                        raise _error(error)
-                unfinished -= ended
-                seconds = bar.tasks[task].elapsed or 0.0
-                tokens = sum(self._deltas[uid][-1].completion_tokens for uid in uids if self._deltas[uid])
-                bar.update(
-                    task, completed=len(uids) - len(unfinished), speed=f"{tokens / max(seconds, 1e-9):.0f} tok/s"
-                )
+    def _turn(self) -> list[int]:
+        """One turn of the loop, and its text brought to the requests; returns those that ended."""
+        ended = []
+        with _whole_steps():
+            self._loop.turn()
+            for message in self._to_detokenizer.receive():
+                assert not isinstance(message, Stop)
+                batch, aborts = self._detokenizer_stage.process(message)
+                if aborts:
+                    self._to_scheduler.send(Abort(aborts))
+                for delta in batch.deltas if batch else ():
+                    if delta.uid in self._deltas:
+                        self._deltas[delta.uid].append(delta)
+                        if delta.finish_reason is not None:
+                            ended.append(delta.uid)
+        return ended
 
     def _forget(self, uids: list[int]) -> None:
         """Drop what is kept of these requests, ending those that still run."""
@@ -270,6 +279,22 @@ class LLM:
             self._to_scheduler.send(Abort(running))
             while self.scheduler.has_work and not self._deltas:
                 self._turn()
+
+
+@contextmanager
+def _whole_steps() -> Iterator[None]:
+    """Hold Ctrl-C back until the end of the block: a step that is cut in half could not be committed."""
+    if current_thread() is not main_thread() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    interrupts: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if interrupts:
+        raise KeyboardInterrupt
 
 
 def _run_config(model: str, options: Mapping[str, Any]) -> RunConfig:
@@ -312,6 +337,10 @@ def _packed(token_ids: Sequence[int]) -> bytes:
         return pack_ids(token_ids)
     except (OverflowError, TypeError) as error:
         raise InvalidRequest(f"prompt token ids must be whole numbers below 2**31: {error}", "prompt") from None
+
+
+def _num_choices(jobs: Iterable[TokenizeJob]) -> int:
+    return sum(len(job.uids) for job in jobs)
 
 
 def _output(choices: Iterable[Iterable[TextDelta]], prompt_tokens: int) -> Output:

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+import tokenmill
+from tests.support.tiny_models import make_tiny_llama
+from tokenmill import LLM, SamplingParams
+from tokenmill.errors import ConfigError, InvalidRequest, ModelNotFound, TokenmillError
+from tokenmill.types import FinishReason
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    folder = make_tiny_llama(tmp_path_factory.mktemp("tiny"))
+    with LLM(folder, dtype="float32", debug_checks=True) as made:
+        yield made
+
+
+def is_idle(llm: LLM) -> bool:
+    return not llm.scheduler.has_work and not llm._deltas and not llm._prompt_tokens
+
+
+def test_text_ids_and_lists_give_the_same(llm):
+    ids = llm.tokenizer.encode("hello")
+    one = llm.generate("hello", GREEDY)[0]
+    assert one.text == llm.generate(ids, GREEDY)[0].text
+    several = llm.generate(["hello", "other"], GREEDY)
+    assert [its.text for its in several][0] == one.text
+    assert [its.text for its in llm.generate([ids, [7, 8]], GREEDY)][0] == one.text
+    assert one.usage.prompt_tokens == 5
+    assert one.usage.completion_tokens == 8
+    assert len(one.choices[0].token_ids) == 8
+    assert one.choices[0].finish_reason is FinishReason.LENGTH
+    assert is_idle(llm)
+
+
+def test_parameters_for_each_prompt(llm):
+    short = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    first, second = llm.generate(["a", "a"], [short, GREEDY])
+    assert (first.usage.completion_tokens, second.usage.completion_tokens) == (2, 8)
+    with pytest.raises(InvalidRequest, match="2 prompts, but 1"):
+        llm.generate(["a", "b"], [GREEDY])
+
+
+def test_choices_have_their_own_seeds_and_one_prompt(llm):
+    params = SamplingParams(n=3, seed=4, temperature=2.0, max_tokens=6, ignore_eos=True)
+    output = llm.generate("a b", params)[0]
+    assert len({choice.text for choice in output.choices}) > 1
+    assert output.usage.prompt_tokens == 3
+    assert output.usage.completion_tokens == 18
+    assert [c.text for c in llm.generate("a b", params)[0].choices] == [c.text for c in output.choices]
+
+
+def test_concurrency_bounds_what_runs(llm, monkeypatch):
+    most = 0
+    turn = llm._loop.turn
+
+    def spy():
+        nonlocal most
+        most = max(most, llm.scheduler.num_running + llm.scheduler.num_waiting)
+        return turn()
+
+    monkeypatch.setattr(llm._loop, "turn", spy)
+    assert len(llm.generate(["x"] * 9, GREEDY, concurrency=2, progress=True)) == 9
+    assert 0 < most <= 2
+
+
+def test_chat_renders_the_template(llm):
+    messages = [{"role": "user", "content": "hi"}]
+    expected = llm.generate("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", GREEDY)[0]
+    assert llm.chat(messages, GREEDY)[0].text == expected.text
+    assert [its.text for its in llm.chat([messages, messages], GREEDY)] == [expected.text] * 2
+    longer = [*messages, {"role": "assistant", "content": "yes"}]
+    open_end = llm.generate("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyes", GREEDY)[0]
+    assert llm.chat(longer, GREEDY, continue_final_message=True)[0].text == open_end.text
+
+
+def test_stream_gives_the_same_text_and_streams_may_interleave(llm):
+    whole = {text: llm.generate(text, GREEDY)[0].text for text in ("one", "two")}
+    streams = {text: llm.stream(text, GREEDY) for text in whole}
+    texts = dict.fromkeys(whole, "")
+    while streams:
+        for text, stream in list(streams.items()):
+            delta = next(stream, None)
+            if delta is None:
+                del streams[text]
+            else:
+                texts[text] += delta.text
+    assert texts == whole
+    assert is_idle(llm)
+
+
+def test_closing_a_stream_aborts_it(llm):
+    stream = llm.stream("abc", SamplingParams(temperature=0, ignore_eos=True))
+    next(stream)
+    stream.close()
+    assert is_idle(llm)
+    assert llm.scheduler.cache.num_available == llm.scheduler.config.num_pages
+
+
+def test_ctrl_c_ends_a_call_between_steps(llm, monkeypatch):
+    turns = 0
+    plan = llm.scheduler.plan
+
+    def interrupt():
+        nonlocal turns
+        turns += 1
+        if turns == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        return plan()
+
+    monkeypatch.setattr(llm.scheduler, "plan", interrupt)
+    assert threading.current_thread() is threading.main_thread()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("abc", SamplingParams(temperature=0, ignore_eos=True, max_tokens=100))
+    assert is_idle(llm)
+    assert llm.generate("abc", GREEDY)[0].usage.completion_tokens == 8
+
+
+@pytest.mark.parametrize("prompt", ["", [], [{"role": "user"}], [999999], [-1], [2**40], [[]], {}, [None]])
+def test_bad_prompts_are_refused(llm, prompt):
+    with pytest.raises(InvalidRequest):
+        llm.generate([prompt], GREEDY)
+    assert is_idle(llm)
+
+
+def test_one_bad_prompt_ends_the_whole_call(llm):
+    with pytest.raises(InvalidRequest):
+        llm.generate(["good", ""], GREEDY)
+    assert is_idle(llm)
+
+
+def test_too_long_is_refused_with_the_numbers(llm):
+    with pytest.raises(InvalidRequest, match=r"512.*600"):
+        llm.generate([[5] * 600], GREEDY)
+
+
+def test_options_are_checked(tmp_path):
+    with pytest.raises(ConfigError, match="no option 'page_sice'"):
+        LLM(tmp_path, page_sice=3)
+    with pytest.raises(ModelNotFound):
+        LLM(tmp_path / "nowhere")
+
+
+def test_a_closed_llm_says_so(tmp_path):
+    llm = LLM(make_tiny_llama(tmp_path), dtype="float32")
+    llm.close()
+    llm.close()
+    with pytest.raises(TokenmillError, match="closed"):
+        llm.generate("a", GREEDY)
+
+
+def test_the_package_exports_llm():
+    assert tokenmill.LLM is LLM
+    assert not hasattr(tokenmill, "nothing")
