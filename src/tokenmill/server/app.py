@@ -7,7 +7,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokenmill import __version__
 from tokenmill.errors import TokenmillError
 from tokenmill.server.client import EngineClient
 from tokenmill.server.errors import error_response, http_error_response
@@ -16,7 +15,7 @@ from tokenmill.server.routes import AppSettings, make_router
 
 def create_app(client: EngineClient, settings: AppSettings) -> FastAPI:
     """The HTTP API over one client."""
-    app = FastAPI(title="tokenmill", version=__version__, redirect_slashes=False, redoc_url=None)
+    app = FastAPI(title="tokenmill", version=settings.version, redirect_slashes=False, redoc_url=None)
     app.include_router(make_router(client, settings))
 
     @app.exception_handler(TokenmillError)

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,7 +23,7 @@ import uvicorn
 import uvloop
 import zmq
 
-from tokenmill import __version__, log
+from tokenmill import log
 from tokenmill.config import RunConfig, ServerConfig
 from tokenmill.errors import ConfigError, Overloaded, TokenmillError, WorkerDied
 from tokenmill.hub import resolve_model
@@ -276,7 +277,8 @@ class _Running:
         host, port = self.listener.getsockname()[:2]
         where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         seconds = time.monotonic() - self.began
-        print(f"tokenmill {__version__}: {self.name} ready at {where} in {seconds:.1f} s; Ctrl-C stops", flush=True)
+        version = metadata.version("tokenmill")
+        print(f"tokenmill {version}: {self.name} ready at {where} in {seconds:.1f} s; Ctrl-C stops", flush=True)
 
 
 def _death(death: asyncio.Task[Any], *inner: asyncio.Task[None]) -> TokenmillError | None:

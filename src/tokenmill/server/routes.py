@@ -6,13 +6,13 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import metadata
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from tokenmill import __version__
 from tokenmill.errors import ModelNotFound, Overloaded
 from tokenmill.server.answer import Answer
 from tokenmill.server.client import EngineClient
@@ -32,6 +32,7 @@ class AppSettings:
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     health_timeout: float = 5.0
     created: int = field(default_factory=lambda: int(time.time()))
+    version: str = field(default_factory=lambda: metadata.version("tokenmill"))
 
 
 def make_router(client: EngineClient, settings: AppSettings) -> APIRouter:
@@ -67,7 +68,7 @@ def make_router(client: EngineClient, settings: AppSettings) -> APIRouter:
 
     @router.get("/version", summary="tokenmill's version")
     async def version() -> Response:
-        return json_response({"version": __version__})
+        return json_response({"version": settings.version})
 
     def _answer(request: Request, call: GenerationRequest, shape: Shape) -> Response:
         if call.model is not None:
