@@ -27,7 +27,8 @@ def spec_from_config(config: Mapping[str, Any], where: str) -> ModelSpec:
     if activation not in ("silu", "swish"):
         raise ModelUnreadable(f"{where}: activation {activation!r} is not supported; known: silu")
     if fields.has("quantization_config"):
-        method = dict(config["quantization_config"]).get("quant_method", "unknown")
+        given = config["quantization_config"]
+        method = given.get("quant_method", "unknown") if isinstance(given, Mapping) else given
         raise ModelUnreadable(
             f"{where}: weights quantised by {method!r} are not supported: use the model's unquantised or GGUF files"
         )
@@ -80,11 +81,12 @@ def check_spec(spec: ModelSpec, where: str) -> ModelSpec:
 
 
 def _family(config: Mapping[str, Any], where: str) -> str:
-    architectures = config.get("architectures") or ["(none given)"]
-    family = ARCHITECTURES.get(str(architectures[0]))
+    given = config.get("architectures")
+    architecture = given[0] if isinstance(given, list) and given else given
+    family = ARCHITECTURES.get(str(architecture))
     if family is None:
         known = ", ".join(ARCHITECTURES)
-        raise ModelUnreadable(f"{where}: architecture {architectures[0]} is not supported; known: {known}")
+        raise ModelUnreadable(f"{where}: architecture {architecture} is not supported; known: {known}")
     return family
 
 

@@ -81,7 +81,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def _stored(path: Path, name: str, entry: Any, data_start: int) -> StoredTensor:
     try:
-        kind, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        kind, shape, (start, stop) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
         count = math.prod(shape)
         is_sound = all(isinstance(n, int) and n >= 0 for n in (*shape, start, stop)) and count > 0
     except (TypeError, KeyError, ValueError) as error:

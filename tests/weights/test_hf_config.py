@@ -1,0 +1,85 @@
+from typing import Any
+
+import pytest
+
+from tokenmill.errors import ModelUnreadable
+from tokenmill.spec import ModelSpec, RopeSpec
+from tokenmill.weights.hf_config import spec_from_config
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+def spec_of(**changes: Any) -> ModelSpec:
+    return spec_from_config({**CONFIG, **changes}, "config.json")
+
+
+def test_defaults_are_those_of_transformers() -> None:
+    spec = spec_of()
+    assert (spec.num_kv_heads, spec.head_dim, spec.max_position) == (4, 16, 2048)
+    assert (spec.norm_eps, spec.rope, spec.tie_embeddings) == (1e-6, RopeSpec(), False)
+
+
+def test_explicit_values() -> None:
+    spec = spec_of(num_key_value_heads=2, head_dim=24, attention_bias=True, mlp_bias=True, tie_word_embeddings=True)
+    assert (spec.num_kv_heads, spec.head_dim) == (2, 24)
+    assert all((spec.attention_bias, spec.attention_output_bias, spec.mlp_bias, spec.tie_embeddings))
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("type_key", ["type", "rope_type"])
+def test_rope_forms(key: str, type_key: str) -> None:
+    yarn = {type_key: "yarn", "factor": 4, "beta_fast": 16, "original_max_position_embeddings": 512}
+    expected = RopeSpec(kind="yarn", theta=500.0, factor=4, original_max_position=512, beta_fast=16)
+    assert spec_of(rope_theta=500.0, **{key: yarn}).rope == expected
+    assert spec_of(**{key: {**yarn, "rope_theta": 500.0}}).rope == expected
+
+
+def test_rope_original_length_falls_back_to_the_context() -> None:
+    rope = spec_of(max_position_embeddings=1024, rope_scaling={"rope_type": "yarn", "factor": 2.0}).rope
+    assert rope.original_max_position == 1024
+
+
+def test_partial_rotary() -> None:
+    assert spec_of(partial_rotary_factor=0.5).rope.rotary_dim == 8
+
+
+def test_mistral_is_served_within_its_window() -> None:
+    mistral = {"architectures": ["MistralForCausalLM"], "max_position_embeddings": 32768}
+    assert spec_of(**mistral, sliding_window=4096).max_position == 4096
+    assert spec_of(**mistral, sliding_window=None).max_position == 32768
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; known: LlamaForCausalLM"),
+        ({"architectures": None}, "architecture None is not supported"),
+        ({"architectures": []}, "is not supported"),
+        ({"quantization_config": "fp8"}, "quantised by 'fp8'"),
+        ({"hidden_act": "gelu"}, "activation 'gelu' is not supported"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised by 'gptq'"),
+        ({"hidden_size": None}, "does not say hidden_size"),
+        ({"hidden_size": "64"}, "hidden_size must be a number, not '64'"),
+        ({"hidden_size": 64.5}, "hidden_size must be a whole number"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be a whole number of at least 1"),
+        ({"num_key_value_heads": 3}, "4 heads cannot share 3"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
+        ({"head_dim": 7}, "7 rotary dimensions do not fit heads of 7"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "'dynamic' is not supported; known: default"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "does not say factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor 0"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "does not say low_freq_factor"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "unknown form"),
+        ({"rope_theta": float("nan")}, "rope_theta must be a number"),
+    ],
+)
+def test_what_cannot_work_is_said(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelUnreadable, match=message):
+        spec_of(**changes)
