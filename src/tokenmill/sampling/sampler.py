@@ -1,7 +1,8 @@
 """Logits in, ids out: bias, temperature, top-k, top-p, min-p, draw.
 
-One uniform number decides a draw. It is a hash of (seed, position), so what shares the batch does not matter. The
-draw inverts the cumulative distribution, in order of probability where top_k or top_p need that order, else of ids.
+A draw is a race (the Gumbel-max trick): each id's time is an exponential number over its probability, and the least
+time wins. The number is a hash of (seed, position, id), so what shares the batch does not matter, and an error in the
+last bits of the logits changes a draw only where two ids arrive almost together.
 """
 
 from __future__ import annotations
@@ -14,31 +15,42 @@ from tokenmill.sampling.batch import TOP_K_LIMIT, SamplingTable
 GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
 MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+ID_FACTOR = -1640531535  # 0x9E3779B1 as int32
+MURMUR_1 = -2048144789  # 0x85EBCA6B
+MURMUR_2 = -1028477387  # 0xC2B2AE35
 
 
-def uniform(seed: Tensor, position: Tensor) -> Tensor:
-    """A number in [0, 1) from each (seed, position): SplitMix64's output function (Steele et al. 2014).
+def exponential(seed: Tensor, position: Tensor, ids: Tensor) -> Tensor:
+    """Exponentially distributed numbers, one for each (seed, position, id).
+
+    A row's key is SplitMix64's output function (Steele et al. 2014) of seed and position; an id's number comes from
+    MurmurHash3's 32-bit finalizer (Appleby) over id and key.
 
     Args:
         seed: [rows] int64.
         position: [rows] int64.
+        ids: [ids], or [rows, ids], int64.
 
     Returns:
-        [rows] float64.
+        [rows, ids] float32, over 0.
     """
-    state = _mix(seed * MIX_1 + GOLDEN) + (position + 1) * GOLDEN
-    return _shift(_mix(state), 11).to(torch.float64) * 2.0**-53
+    key = _mix64(_mix64(seed * MIX_1 + GOLDEN) + (position + 1) * GOLDEN).unsqueeze(1).view(torch.int32)  # [rows, 2]
+    state = ids.to(torch.int32) * ID_FACTOR + key[:, :1]
+    state = _mix32(_mix32(state) ^ key[:, 1:])
+    part = ((state & 0x7FFFFFFF).to(torch.float32) + 0.5) * 2.0**-31
+    return -torch.log1p(-part)
 
 
-def _shift(value: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64."""
-    return (value >> bits) & ((1 << (64 - bits)) - 1)
+def _mix64(value: Tensor) -> Tensor:
+    value = (value ^ ((value >> 30) & (2**34 - 1))) * MIX_1
+    value = (value ^ ((value >> 27) & (2**37 - 1))) * MIX_2
+    return value ^ ((value >> 31) & (2**33 - 1))
 
 
-def _mix(value: Tensor) -> Tensor:
-    value = (value ^ _shift(value, 30)) * MIX_1
-    value = (value ^ _shift(value, 27)) * MIX_2
-    return value ^ _shift(value, 31)
+def _mix32(value: Tensor) -> Tensor:
+    value = (value ^ ((value >> 16) & 0xFFFF)) * MURMUR_1
+    value = (value ^ ((value >> 13) & 0x7FFFF)) * MURMUR_2
+    return value ^ ((value >> 16) & 0xFFFF)
 
 
 def sample(logits: Tensor, table: SamplingTable, slots: list[int], positions: list[int]) -> Tensor:
@@ -63,39 +75,41 @@ def sample(logits: Tensor, table: SamplingTable, slots: list[int], positions: li
             slot = torch.tensor([slots[index] for index in rows], device=logits.device)
             position = torch.tensor([positions[index] for index in rows], device=logits.device)
             scaled = logits[at] / table.temperature[slot].unsqueeze(1)
-            ids[at] = draw(scaled, table, slot, uniform(table.seed[slot], position))
+            ids[at] = draw(scaled, table, slot, position)
     return ids
 
 
-def _draw_plain(scaled: Tensor, table: SamplingTable, slot: Tensor, noise: Tensor) -> Tensor:
+def _draw_plain(scaled: Tensor, table: SamplingTable, slot: Tensor, position: Tensor) -> Tensor:
     """Draw with min_p only. `scaled` is [rows, vocab]."""
-    probabilities = scaled.softmax(dim=-1)
-    least = table.min_p[slot].unsqueeze(1) * probabilities.amax(dim=-1, keepdim=True)
-    probabilities.masked_fill_(probabilities < least, 0.0)
-    return _invert(probabilities, noise)
+    least = scaled.amax(dim=-1, keepdim=True) + table.min_p[slot].log().unsqueeze(1)
+    ids = torch.arange(scaled.shape[1], device=scaled.device)
+    score = scaled - exponential(table.seed[slot], position, ids).log_()
+    return score.masked_fill_(scaled < least, float("-inf")).argmax(dim=-1)
 
 
-def _draw_ranked(scaled: Tensor, table: SamplingTable, slot: Tensor, noise: Tensor) -> Tensor:
-    """Draw with top_k, top_p and min_p. `scaled` is [rows, vocab]; rows that need more than the likeliest tokens
-    are sorted whole.
+def _draw_ranked(scaled: Tensor, table: SamplingTable, slot: Tensor, position: Tensor) -> Tensor:
+    """Draw with top_k, top_p and min_p. `scaled` is [rows, vocab].
+
+    Only rows for which the likeliest `TOP_K_LIMIT` tokens are not enough are sorted whole.
     """
-    vocab = scaled.shape[1]
     top_k, top_p = table.top_k[slot], table.top_p[slot]
-    limit = min(TOP_K_LIMIT, vocab)
+    limit = min(TOP_K_LIMIT, scaled.shape[1])
     log_total = scaled.logsumexp(dim=-1, keepdim=True)
     values, order = scaled.topk(limit, dim=-1)
     probabilities = (values - log_total).exp()
-    enough = (probabilities.sum(dim=-1) >= top_p) | ((top_k > 0) & (top_k <= limit))
-    ids = _draw_in_order(probabilities, order, table, slot, noise)
-    rest = (~enough).nonzero().flatten()
-    if limit < vocab and len(rest):
+    is_enough = (probabilities.sum(dim=-1) >= top_p) | ((top_k > 0) & (top_k <= limit))
+    ids = _draw_in_order(probabilities, order, table, slot, position)
+    rest = (~is_enough).nonzero().flatten()
+    if limit < scaled.shape[1] and len(rest):
         values, order = scaled[rest].sort(dim=-1, descending=True)
         probabilities = (values - log_total[rest]).exp()
-        ids[rest] = _draw_in_order(probabilities, order, table, slot[rest], noise[rest])
+        ids[rest] = _draw_in_order(probabilities, order, table, slot[rest], position[rest])
     return ids
 
 
-def _draw_in_order(probabilities: Tensor, order: Tensor, table: SamplingTable, slot: Tensor, noise: Tensor) -> Tensor:
+def _draw_in_order(
+    probabilities: Tensor, order: Tensor, table: SamplingTable, slot: Tensor, position: Tensor
+) -> Tensor:
     """Draw from the likeliest tokens. `probabilities` is [rows, ranks], likeliest first, `order` their ids.
 
     top_p is a share of what top_k leaves, as in Hugging Face and vLLM.
@@ -103,20 +117,11 @@ def _draw_in_order(probabilities: Tensor, order: Tensor, table: SamplingTable, s
     rank = torch.arange(probabilities.shape[1], device=probabilities.device)
     top_k = table.top_k[slot].unsqueeze(1)
     probabilities = probabilities.masked_fill((top_k > 0) & (rank >= top_k), 0.0)
-    is_cut = (top_k.squeeze(1) > 0).unsqueeze(1)
-    total = torch.where(is_cut, probabilities.sum(dim=-1, keepdim=True), 1.0)
+    total = torch.where(top_k > 0, probabilities.sum(dim=-1, keepdim=True), 1.0)
     before = probabilities.cumsum(dim=-1) - probabilities
     is_out = before >= table.top_p[slot].unsqueeze(1) * total
     is_out |= probabilities < table.min_p[slot].unsqueeze(1) * probabilities[:, :1]
     is_out[:, 0] = False
-    rank_drawn = _invert(probabilities.masked_fill(is_out, 0.0), noise)
-    return order.gather(1, rank_drawn.unsqueeze(1)).squeeze(1)
-
-
-def _invert(weights: Tensor, noise: Tensor) -> Tensor:
-    """The first index whose cumulative weight is over noise x total. `weights` is [rows, n], not all zero a row."""
-    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
-    target = noise.unsqueeze(1) * cumulative[:, -1:]
-    index = torch.searchsorted(cumulative, target, right=True).squeeze(1)
-    last = weights.shape[1] - 1 - (weights.flip(-1) > 0).to(torch.uint8).argmax(dim=-1)
-    return torch.minimum(index, last)
+    speed = probabilities / exponential(table.seed[slot], position, order)
+    winner = speed.masked_fill_(is_out, -1.0).argmax(dim=-1, keepdim=True)
+    return order.gather(1, winner).squeeze(1)
