@@ -5,9 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from tokenmill import __version__
 from tokenmill.errors import TokenmillError
+
+if TYPE_CHECKING:
+    from tokenmill.config import RunConfig
+    from tokenmill.llm import LLM
 
 USER_ERROR = 2
 INTERRUPTED = 130
@@ -32,7 +37,54 @@ def pull(arguments: Sequence[str]) -> int:
     return 0
 
 
-COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {"serve": serve, "pull": pull}
+def chat(arguments: Sequence[str]) -> int:
+    """Talk with a model in the terminal."""
+    from tokenmill.flags import ChatFlags, parse
+
+    flags = parse(ChatFlags, "chat", arguments)
+    from tokenmill import terminal
+
+    with _open(flags.run) as llm:
+        return terminal.chat(llm, flags.system, flags.sampling.over(llm.default_params()))
+
+
+def generate(arguments: Sequence[str]) -> int:
+    """Continue a text and print what comes."""
+    from tokenmill.flags import GenerateFlags, parse
+
+    flags = parse(GenerateFlags, "generate", arguments)
+    from tokenmill import terminal
+
+    with _open(flags.run) as llm:
+        return terminal.generate(llm, flags.prompt, flags.sampling.over(llm.default_params()))
+
+
+def bench(arguments: Sequence[str]) -> int:
+    """Measure the engine offline, on seeded workloads."""
+    from tokenmill.flags import BenchFlags, parse
+
+    flags = parse(BenchFlags, "bench", arguments)
+    from tokenmill.bench import offline
+
+    offline.check(flags.shapes, flags.rounds)
+    with _open(flags.run) as llm:
+        offline.run(llm, flags.shapes, flags.rounds, flags.seed, as_json=flags.json)
+    return 0
+
+
+def _open(run: RunConfig) -> LLM:
+    from tokenmill.llm import LLM
+
+    return LLM.from_config(run)
+
+
+COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
+    "serve": serve,
+    "chat": chat,
+    "generate": generate,
+    "pull": pull,
+    "bench": bench,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

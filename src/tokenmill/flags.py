@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import msgspec
 import tyro
 
 from tokenmill.config import DEFAULT_MODEL, EngineConfig, ModelConfig, RunConfig, SchedulerConfig, ServerConfig
+from tokenmill.types import SamplingParams
 
 T = TypeVar("T")
 
@@ -41,6 +43,68 @@ class ServeFlags(RunFlags):
     """Serve a model over HTTP, with OpenAI's API."""
 
     server: ServerConfig = field(default_factory=ServerConfig)
+
+
+@dataclass(frozen=True)
+class SamplingFlags:
+    """How to draw; what is left out is as the model's files recommend."""
+
+    max_tokens: int | None = None
+    """Most tokens to generate; default is what the context leaves."""
+    temperature: float | None = None
+    """0 always takes the likeliest token."""
+    top_k: int | None = None
+    """Keep the k likeliest tokens."""
+    top_p: float | None = None
+    """Keep the likeliest tokens up to this share of probability."""
+    min_p: float | None = None
+    """Drop tokens less likely than this share of the likeliest one."""
+    seed: int | None = None
+    """Makes answers repeatable."""
+
+    def over(self, defaults: SamplingParams) -> SamplingParams:
+        """`defaults` with the flags that were given."""
+        return msgspec.structs.replace(defaults, **{k: v for k, v in vars(self).items() if v is not None})
+
+
+@dataclass(frozen=True)
+class ChatFlags(RunFlags):
+    """Talk with a model in the terminal."""
+
+    sampling: SamplingFlags = field(default_factory=SamplingFlags)
+    system: str | None = None
+    """System text; default is the model's own."""
+
+
+@dataclass(frozen=True)
+class GenerateFlags:
+    """Continue a text and print what comes."""
+
+    prompt: tyro.conf.Positional[str]
+    """The text to continue."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    sampling: SamplingFlags = field(default_factory=SamplingFlags)
+
+    @property
+    def run(self) -> RunConfig:
+        """The flags as a RunConfig."""
+        return RunConfig(self.model, self.engine, self.scheduler)
+
+
+@dataclass(frozen=True)
+class BenchFlags(RunFlags):
+    """Measure the engine offline, on seeded workloads."""
+
+    shapes: tuple[str, ...] = ("single", "batch8", "batch32", "prefix")
+    """Workloads to run."""
+    rounds: int = 3
+    """Measured rounds, after one warm-up."""
+    seed: int = 0
+    """Decides lengths and contents of the prompts."""
+    json: bool = False
+    """Print one JSON line a shape to stdout, and the table to stderr."""
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,16 @@ class LLM:
     """
 
     def __init__(self, model: str | Path = DEFAULT_MODEL, **options: Any) -> None:
-        run = _run_config(str(model), options)
+        self._load(_run_config(str(model), options))
+
+    @classmethod
+    def from_config(cls, run: RunConfig) -> LLM:
+        """The same from a whole configuration, as the command line has it."""
+        llm = cls.__new__(cls)
+        llm._load(run)
+        return llm
+
+    def _load(self, run: RunConfig) -> None:
         files = resolve_model(run.model.model)
         tokenizer = Tokenizer.load(files.path)
         template = load_template(tokenizer, Path(run.model.chat_template) if run.model.chat_template else None)

@@ -27,15 +27,21 @@ class Round:
     decode_rate: float | None
 
 
-def run(llm: LLM, names: tuple[str, ...], rounds: int, seed: int, *, as_json: bool) -> None:
-    """Run the shapes and print medians, with least and greatest, over `rounds` rounds after one warm-up.
+def check(names: tuple[str, ...], rounds: int) -> None:
+    """Refuse what cannot be run before a model is loaded.
 
     Raises:
-        ConfigError: there is no such shape.
+        ConfigError: there is no such shape, or no round to measure.
     """
     for name in names:
         if name not in SHAPES:
             raise ConfigError(f"there is no shape {name!r}; known: {', '.join(SHAPES)}")
+    if rounds < 1:
+        raise ConfigError(f"--rounds must be at least 1, not {rounds}")
+
+
+def run(llm: LLM, names: tuple[str, ...], rounds: int, seed: int, *, as_json: bool) -> None:
+    """Run the shapes and print medians, with least and greatest, over `rounds` rounds after one warm-up."""
     table = Table("shape", "requests", "output tok/s", "first token s", "decode tok/s", "total s")
     for name in names:
         measured = [measure(llm, SHAPES[name], seed, index) for index in range(rounds + 1)][1:]
