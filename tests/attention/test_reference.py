@@ -151,17 +151,19 @@ def test_groups_hold_every_piece_once_with_little_padding(rows: list[tuple[int, 
     pieces = cut_rows(layout)
     tokens = [piece.first_token + i for piece in pieces for i in range(piece.length)]
     assert tokens == list(range(sum(layout.lengths)))
-    groups = group_pieces(pieces)
+    groups = group_pieces(pieces, 2000)
     assert sorted((piece for group in groups for piece in group), key=lambda piece: piece.first_token) == pieces
     for group in groups:
         padded = len(group) * max(p.length for p in group) * max(p.context for p in group)
         real = sum(p.length * p.context for p in group)
         assert padded <= 1.25 * real + 9 * SPARE_COST or len(group) == 1
+        assert len(group) * max(p.context for p in group) <= 2000 or len(group) == 1
 
 
 def test_like_decode_rows_are_one_group() -> None:
     layout = RowLayout(tuple(range(16)), tuple(480 + i for i in range(16)), (1,) * 16)
-    assert len(group_pieces(cut_rows(layout))) == 1
+    assert len(group_pieces(cut_rows(layout), 16 * 496)) == 1
+    assert len(group_pieces(cut_rows(layout), 4 * 496)) == 4
 
 
 def test_unknown_backend_is_refused() -> None:

@@ -16,10 +16,10 @@ from torch import Tensor
 from tokenmill.attention.base import KVCache, RowLayout
 from tokenmill.ops.api import Ops
 
-PIECE_QUERIES = 128  # longer rows are cut, so that early queries do not score the positions after them
+PIECE_QUERIES = 256  # longer rows are cut, so that early queries do not score the positions after them
 GATHER_COST = 8  # of one context position, in score computations
-SPARE_COST = 16384  # padding worth less than one more group
-MAX_GATHERED = 32768  # context positions of a group; bounds its memory
+SPARE_COST = 2048  # padding worth less than one more group
+GROUP_ELEMENTS = 400_000  # of K gathered for a group of several pieces: what stays in a core's cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +62,23 @@ class ReferenceMetadata:
 
 
 class ReferenceAttention:
-    """`attention.base.AttentionBackend` in plain torch; `scale` multiplies the scores."""
+    """`attention.base.AttentionBackend` in plain torch.
+
+    `scale` multiplies the scores; `token_elements` is the size of one token's K.
+    """
 
     name = "reference"
 
-    def __init__(self, ops: Ops, *, scale: float) -> None:
+    def __init__(self, ops: Ops, *, scale: float, token_elements: int) -> None:
         self._ops = ops
         self._scale = scale
+        self._max_gathered = max(1, GROUP_ELEMENTS // token_elements)
 
     def plan(self, layout: RowLayout, page_table: Tensor, page_size: int) -> ReferenceMetadata:
         """See `AttentionBackend.plan`."""
         new_slots = _new_slots(layout, page_table, page_size)
-        planned = [_plan_group(group, page_table, page_size) for group in group_pieces(cut_rows(layout))]
+        pieces = group_pieces(cut_rows(layout), self._max_gathered)
+        planned = [_plan_group(group, page_table, page_size) for group in pieces]
         groups = tuple(group for group, _ in planned)
         is_in_order = len(groups) == 1 and groups[0].pieces * groups[0].queries == len(new_slots)
         order = None if is_in_order else _order(planned, len(new_slots), page_table.device)
@@ -106,10 +111,11 @@ class ReferenceAttention:
         return mixed.reshape(-1, heads, dim)  # [pieces * queries, heads, head_dim]
 
 
-def group_pieces(pieces: Sequence[Piece]) -> list[list[Piece]]:
+def group_pieces(pieces: Sequence[Piece], max_gathered: int) -> list[list[Piece]]:
     """Pieces in groups of like size, each group in the step's order.
 
-    Padding costs at most a quarter of a group's own work, or less than one more group would.
+    Padding costs at most an eighth of a group's own work, or less than one more group would. A group of several
+    pieces gathers at most `max_gathered` context positions.
     """
     groups: list[list[Piece]] = []
     real = context = 0  # the last group's own work, and its longest context
@@ -118,7 +124,7 @@ def group_pieces(pieces: Sequence[Piece]) -> list[list[Piece]]:
         if groups:
             count, longest = len(groups[-1]) + 1, max(context, piece.context)
             wasted = count * _cost(groups[-1][0].length, longest) - (real + cost)
-            if wasted <= (real + cost) // 4 + SPARE_COST and count * longest <= MAX_GATHERED:
+            if wasted <= (real + cost) // 8 + SPARE_COST and count * longest <= max_gathered:
                 groups[-1].append(piece)
                 real, context = real + cost, longest
                 continue

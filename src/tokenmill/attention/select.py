@@ -17,5 +17,8 @@ def make_backend(name: str, spec: ModelSpec, ops: Ops | None = None) -> Attentio
         ConfigError: there is none of that name.
     """
     if name == "reference":
-        return ReferenceAttention(ops or make_ops("reference"), scale=spec.head_dim**-0.5)
+        token_elements = spec.num_kv_heads * spec.head_dim
+        return ReferenceAttention(
+            ops or make_ops("reference"), scale=spec.head_dim**-0.5, token_elements=token_elements
+        )
     raise ConfigError(f"there is no attention backend called {name!r}; known: reference")
