@@ -6,11 +6,12 @@ import hashlib
 from array import array
 from dataclasses import dataclass
 
+import msgspec
+
 from tokenmill.types import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(msgspec.Struct, frozen=True, gc=False):
     """One request's part of a step: positions start .. start + length - 1.
 
     `token_ids` has `length` ids, or is None when the single input is the token that the step before samples

@@ -19,13 +19,14 @@ class Status(enum.Enum):
     FINISHED = "finished"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Request:
     """A prompt and what was generated from it. All lengths are in tokens.
 
     `cached_len` is what the prefix cache gave at the first admission; `computed_len` counts K/V in the pool once the
     steps in flight are done; `num_in_flight` are steps planned and not committed that name the request, of which
-    `num_pending` draw a token.
+    `num_pending` draw a token. Drawing one of `stop_ids` ends it: the model's `end_ids` and those that its
+    parameters add.
     """
 
     uid: int
@@ -43,6 +44,10 @@ class Request:
     computed_len: int = 0
     num_in_flight: int = 0
     num_pending: int = 0
+    stop_ids: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stop_ids = self.end_ids.union(self.params.stop_token_ids)
 
     @property
     def total_len(self) -> int:
@@ -57,13 +62,9 @@ class Request:
     @property
     def num_remaining(self) -> int:
         """Tokens that it may still draw."""
-        return self.max_len - self.expected_len
+        return self.max_len - len(self.token_ids) - self.num_pending
 
     @property
     def num_uncomputed(self) -> int:
         """Tokens, known or being drawn, that need K/V before the next one can be drawn."""
-        return self.expected_len - self.computed_len
-
-    def stops_at(self, token: int) -> bool:
-        """Whether drawing `token` ends the request."""
-        return token in self.end_ids or token in self.params.stop_token_ids
+        return len(self.token_ids) + self.num_pending - self.computed_len

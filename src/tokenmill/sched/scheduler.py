@@ -148,7 +148,7 @@ class Scheduler:
             if request.status is Status.FINISHED:
                 self._release_when_idle(request)
                 continue
-            if row.start + row.length <= request.prompt_len or row.length > 1:
+            if row.length > 1 or row.start < request.prompt_len:
                 self._share(request, row.start + row.length)
             if row.is_sampled:
                 self._append(request, token, outcome)
@@ -187,10 +187,11 @@ class Scheduler:
         budget = self.config.prefill_budget if prefill else 0
         has_room = True
         for request in list(self._running):
-            if request.status is not Status.RUNNING or not request.num_uncomputed or request.num_remaining <= 0:
+            uncomputed = request.num_uncomputed
+            if request.status is not Status.RUNNING or not uncomputed or request.num_remaining <= 0:
                 continue
-            is_decode = request.num_uncomputed == 1
-            length = (1 if decode else 0) if is_decode else min(budget, request.num_uncomputed)
+            is_decode = uncomputed == 1
+            length = int(decode) if is_decode else min(budget, uncomputed)
             if not length:
                 continue
             if not self._get_pages(request, request.computed_len + length, may_retract=has_room):
@@ -212,8 +213,11 @@ class Scheduler:
     def _make_row(self, request: Request, length: int) -> Row:
         start = request.computed_len
         end = start + length
-        token_ids = tuple(request.token_ids[start:end]) if start < request.total_len else None
-        is_sampled = end == request.expected_len
+        known = request.total_len
+        token_ids: tuple[int, ...] | None = None
+        if start < known:
+            token_ids = tuple(request.token_ids[start:end]) if length > 1 else (request.token_ids[start],)
+        is_sampled = end == known + request.num_pending
         request.computed_len = end
         request.num_in_flight += 1
         request.num_pending += is_sampled
@@ -221,12 +225,13 @@ class Scheduler:
 
     def _get_pages(self, request: Request, length: int, *, may_retract: bool) -> bool:
         """Pages for `length` tokens, taken from newer requests if there is no other way."""
+        if length <= len(request.lease.pages) * self.config.page_size:
+            return True
         while True:
             first = len(request.lease.pages)
             pages = self.cache.extend(request.lease, length)
             if pages is not None:
-                if pages:
-                    self._updates.append(PageUpdate(request.slot, first, tuple(pages)))
+                self._updates.append(PageUpdate(request.slot, first, tuple(pages)))
                 return True
             if not may_retract:
                 return False
@@ -259,7 +264,7 @@ class Scheduler:
             self.counters.prompt_tokens += request.prompt_len
             self.counters.cached_tokens += hit
         insort(self._running, request, key=policy.first_come)
-        blocked = tuple(sorted({*request.end_ids, *request.params.stop_token_ids})) if request.params.min_tokens else ()
+        blocked = tuple(sorted(request.stop_ids)) if request.params.min_tokens else ()
         self._openings.append(SlotOpening(request.slot, request.uid, request.params, request.prompt_len, blocked))
         if request.lease.pages:
             self._updates.append(PageUpdate(request.slot, 0, tuple(request.lease.pages)))
@@ -276,9 +281,8 @@ class Scheduler:
     def _append(self, request: Request, token: int, outcome: Outcome) -> None:
         request.token_ids.append(token)
         outcome.tokens.append((request.uid, token))
-        if request.stops_at(token):
-            is_end_id = token in request.end_ids
-            outcome.finished.append(Ending(request.uid, FinishReason.STOP, token, is_end_id))
+        if token in request.stop_ids:
+            outcome.finished.append(Ending(request.uid, FinishReason.STOP, token, token in request.end_ids))
         elif request.total_len >= request.max_len:
             outcome.finished.append(Ending(request.uid, FinishReason.LENGTH))
         else:
