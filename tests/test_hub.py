@@ -324,6 +324,11 @@ class TestLocal:
         with pytest.raises(ModelUnreadable, match=expected):
             resolve_model(str(tmp_path))
 
+    def test_pipe_is_not_waited_for(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "m.gguf")
+        with pytest.raises(ModelUnreadable, match="neither a file nor a folder"):
+            resolve_model(str(tmp_path / "m.gguf"))
+
     def test_file_that_cannot_be_opened(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "m.gguf").touch()
 

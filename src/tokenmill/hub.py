@@ -125,6 +125,8 @@ def _unknown(name: str, aliases: Mapping[str, PackagedModel]) -> str:
 
 
 def _check_gguf(path: Path) -> None:
+    if not path.is_file():  # opening a pipe would wait for its writer
+        raise ModelUnreadable(f"{path} is neither a file nor a folder. Give a .gguf or a model folder")
     with path.open("rb") as file:
         magic = file.read(4)
     if magic != b"GGUF":

@@ -94,3 +94,27 @@ def test_folders_that_cannot_work(tmp_path: Path) -> None:
     (folder / "tokenizer_config.json").write_text("[")
     with pytest.raises(ModelUnreadable, match=r"tokenizer_config\.json"):
         Tokenizer.load(folder)
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "generation_config.json", "config.json"])
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"{", b'{"a":' * 5000])
+def test_damaged_small_files(tmp_path: Path, file: str, content: bytes) -> None:
+    folder = write_folder(tmp_path / "model", byte_level())
+    (folder / file).write_bytes(content)
+    with pytest.raises(ModelUnreadable, match=file):
+        Tokenizer.load(folder)
+
+
+def test_a_template_that_is_not_text(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model", byte_level())
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ModelUnreadable, match=r"chat_template\.jinja"):
+        Tokenizer.load(folder)
+
+
+@pytest.mark.parametrize("value", [5, True, "abc", None, [1, None], {"a": 1}])
+def test_odd_values_of_small_files_count_as_absent(tmp_path: Path, value: Any) -> None:
+    config = {"additional_special_tokens": value, "added_tokens_decoder": value}
+    ends = {"eos_token_id": 2**40, "temperature": "warm"}
+    tokenizer = load(tmp_path, tokenizer_config=config, generation_config=ends)
+    assert (tokenizer.end_ids, dict(tokenizer.sampling_defaults)) == ((), {})

@@ -82,6 +82,16 @@ def test_ignore_eos_and_echo(stage: TokenizerStage) -> None:
     assert (made.text.echo_text, made.text.echo_ids) == (None, pack_ids([9]))
 
 
+def test_ids_that_the_model_lacks(stage: TokenizerStage) -> None:
+    stage.limits = Limits(max_model_len=32, vocab_size=2)
+    (made,), _ = stage.process(job(token_ids=pack_ids([1])))
+    assert made.end_ids == []
+    jobs, answer = stage.process(job(text="the fox"))
+    assert jobs == []
+    assert isinstance(answer, Refused)
+    assert (answer.error.status, answer.error.param) == (400, "prompt")
+
+
 def test_chat(stage: TokenizerStage, byte_tokenizer: Tokenizer) -> None:
     stage.limits = Limits(max_model_len=500, vocab_size=410)
     (made,), answer = stage.process(job(chat=prompt({"role": "user", "content": "fox"})))

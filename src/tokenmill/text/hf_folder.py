@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as Backend
 
 from tokenmill.errors import ModelUnreadable
 from tokenmill.text.vocabulary import Vocabulary
+from tokenmill.types import MAX_INT32
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 SAMPLING_NAMES = ("temperature", "top_k", "top_p", "min_p")
@@ -55,7 +56,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = msgspec.json.decode(path.read_bytes())
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, RecursionError) as error:
         raise ModelUnreadable(f"{path} cannot be read as JSON: {error}") from error
     return content if isinstance(content, dict) else {}
 
@@ -79,8 +80,9 @@ def _declared_tokens(config: dict[str, Any]) -> dict[int, tuple[str, bool]]:
 def _extra_tokens(config: dict[str, Any]) -> list[str]:
     found: list[str] = []
     for key in ("additional_special_tokens", "extra_special_tokens"):
-        value = config.get(key) or []
-        texts = map(_token_text, value.values() if isinstance(value, dict) else value)
+        value = config.get(key)
+        tokens = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        texts = map(_token_text, tokens)
         found += [text for text in texts if text is not None]
     return found
 
@@ -100,7 +102,10 @@ def _add_missing(backend: Backend, declared: dict[int, tuple[str, bool]], specia
 def _chat_template(path: Path, config: dict[str, Any]) -> str | None:
     file = path / "chat_template.jinja"
     if file.is_file():
-        return file.read_text("utf-8")
+        try:
+            return file.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelUnreadable(f"{file} cannot be read: {error}") from error
     template = config.get("chat_template")
     if isinstance(template, list):
         named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
@@ -118,4 +123,4 @@ def _end_ids(
 
 def _ids(value: Any) -> list[int]:
     values = value if isinstance(value, list) else [value]
-    return [token_id for token_id in values if isinstance(token_id, int) and token_id >= 0]
+    return [token_id for token_id in values if isinstance(token_id, int) and 0 <= token_id <= MAX_INT32]

@@ -91,7 +91,6 @@ class TokenizerStage:
         limits = self._limits()
         if job.token_ids is not None:
             token_ids = unpack_ids(job.token_ids)
-            _check_ids(token_ids, limits.vocab_size, "prompt")
         elif job.text is not None:
             self._check_length(job.text, "prompt")
             token_ids = self._tokenizer.encode(job.text)
@@ -100,8 +99,10 @@ class TokenizerStage:
             token_ids = encode_chat(self._tokenizer, self._template, job.chat, check)
         else:
             raise InvalidRequest("a request needs a prompt", "prompt")
+        param = "messages" if job.chat else "prompt"
         if not token_ids:
-            raise InvalidRequest("the prompt is empty: it has no tokens", "messages" if job.chat else "prompt")
+            raise InvalidRequest("the prompt is empty: it has no tokens", param)
+        _check_ids(token_ids, limits.vocab_size, param)  # a tokenizer can have more tokens than its model
         return token_ids
 
     def _check_length(self, text: str, param: str) -> None:
@@ -137,7 +138,7 @@ class TokenizerStage:
                 token_ids=packed,
                 params=params.for_choice(index),
                 max_tokens=max_tokens,
-                end_ids=[] if params.ignore_eos else list(self._tokenizer.end_ids),
+                end_ids=[] if params.ignore_eos else [i for i in self._tokenizer.end_ids if i < limits.vocab_size],
                 text=options,
             )
             for index, uid in enumerate(job.uids)
@@ -150,8 +151,9 @@ class TokenizerStage:
 
 
 def _check_ids(token_ids: Any, vocab_size: int, param: str) -> None:
-    wrong = next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
-    if wrong is not None:
+    least, most = min(token_ids, default=0), max(token_ids, default=0)
+    if least < 0 or most >= vocab_size:
+        wrong = least if least < 0 else most
         raise InvalidRequest(f"{param} holds the token id {wrong}; ids are from 0 to {vocab_size - 1}", param)
 
 
