@@ -1,5 +1,6 @@
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from tests.support.ranks import run_ranks
 from tests.support.tiny_models import make_tiny_llama
 from tests.weights.gguf_files import write_gguf
 from tokenmill.attention.select import make_backend
-from tokenmill.errors import ConfigError, ModelUnreadable
+from tokenmill.errors import ConfigError, ModelUnreadable, TokenmillError
 from tokenmill.layers.rope import rope_frequencies
 from tokenmill.models.base import CausalLM
 from tokenmill.models.load import load_model, random_model
@@ -80,8 +81,10 @@ def test_untied_output_is_not_ignored(tmp_path: Path) -> None:
     ("key", "value", "message"),
     [
         ("intermediate_size", 100, r"gate_proj\.weight is \[96, 64\], not \[100, 64\]"),
+        ("intermediate_size", 500_000, r"gate_proj\.weight is \[96, 64\], not \[500000, 64\]"),
         ("num_hidden_layers", 1, r"does not ask for: model\.layers\.1"),
         ("num_hidden_layers", 3, r"lacks tensors .*model\.layers\.2"),
+        ("num_hidden_layers", 500_000, "says 500000 layers but holds only"),
         ("vocab_size", 300, r"embed_tokens\.weight is \[260, 64\], not \[300, 64\]"),
     ],
 )
@@ -104,6 +107,22 @@ def test_a_file_that_shrinks_between_opening_and_loading(tmp_path: Path) -> None
             group=Group.solo(),
             attention=make_backend("reference", checkpoint.spec),
         )
+
+
+def test_damaged_headers_never_end_in_another_error(tmp_path: Path) -> None:
+    path, _ = write_gguf(tmp_path / "m.gguf")
+    sound = path.read_bytes()
+    header = sound.index(b"blk.1.ffn_down.weight") + 60
+    draw, refused = random.Random(0), 0
+    for _ in range(300):
+        damaged = bytearray(sound)
+        damaged[draw.randrange(header)] = draw.choice((0, 1, 0x7F, 0xFF, draw.randrange(256)))
+        path.write_bytes(damaged)
+        try:
+            load(path)
+        except TokenmillError:
+            refused += 1
+    assert refused > 150
 
 
 @pytest.mark.parametrize("size", [2, 4])

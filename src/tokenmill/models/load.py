@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from tokenmill.attention.base import AttentionBackend
-from tokenmill.errors import ModelUnreadable
+from tokenmill.errors import ModelUnreadable, StartFailed
 from tokenmill.layers.build import Build, Source, Sources
 from tokenmill.models.base import CausalLM, WeightSource
 from tokenmill.models.decoder import Decoder
@@ -39,9 +39,18 @@ def load_model(
     Raises:
         ModelUnreadable: unknown family; tensors missing, unexpected, of the wrong shape, or unreadable.
         ConfigError: the model does not divide by the group's size.
+        StartFailed: the model does not fit into memory.
     """
-    model, sources = _build(checkpoint.spec, dtype, group, attention, ops, device)
-    _check(checkpoint.name, checkpoint.shapes, sources, checkpoint.spec)
+    spec, shapes = checkpoint.spec, checkpoint.shapes
+    if spec.num_layers > len(shapes):
+        raise ModelUnreadable(f"{checkpoint.name} says {spec.num_layers} layers but holds only {len(shapes)} tensors")
+    _, planned = _build(spec, dtype, group, attention, ops, torch.device("meta"))
+    _check(checkpoint.name, shapes, planned, spec)
+    try:
+        model, sources = _build(spec, dtype, group, attention, ops, device)
+    except (RuntimeError, MemoryError) as error:
+        size = sum(source.target.nbytes for source in planned.values())
+        raise StartFailed(f"no memory for the model's {size / 2**30:.1f} GiB: free some, or take a smaller") from error
     for name in checkpoint.shapes:
         if name in sources:
             _fill(sources[name], name, checkpoint)

@@ -60,12 +60,6 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise ModelNotFound(f"there is no model at {path}")
     try:
         spec, stored = read_folder(path) if path.is_dir() else read_gguf(path)
-        sizes = {file: file.stat().st_size for file in {tensor.path for tensor in stored.values()}}
     except OSError as error:
         raise ModelUnreadable(f"{path} cannot be read: {error.strerror or error}") from error
-    for name, tensor in stored.items():
-        size = sizes[tensor.path]
-        if tensor.end > size:
-            places = f"it has {size} bytes, its tensor {name} ends at {tensor.end}"
-            raise ModelUnreadable(f"{tensor.path} is truncated: {places}. Fetch it again.")
     return Checkpoint(str(path), spec, stored)

@@ -8,6 +8,8 @@ from typing import Any
 
 from tokenmill.errors import ModelUnreadable
 
+MOST = 2**19
+
 
 @dataclass(frozen=True, slots=True)
 class Fields:
@@ -20,15 +22,15 @@ class Fields:
         """True when there is a value."""
         return self.values.get(name) is not None
 
-    def whole(self, name: str, default: int | None = None, least: int = 1) -> int:
-        """A whole number, not below `least`.
+    def whole(self, name: str, default: int | None = None, *, least: int = 1, most: int = MOST) -> int:
+        """A whole number from `least` to `most`; the default most keeps products of sizes in 63 bits.
 
         Raises:
             ModelUnreadable: absent without a default, or something else.
         """
         number = self.number(name, default)
-        if number != int(number) or number < least:
-            raise ModelUnreadable(f"{self.where}: {name} must be a whole number of at least {least}, not {number}")
+        if number != int(number) or not least <= number <= most:
+            raise ModelUnreadable(f"{self.where}: {name} must be a whole number from {least} to {most}, not {number}")
         return int(number)
 
     def number(self, name: str, default: float | None = None) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 from tokenmill.errors import ModelUnreadable
 from tokenmill.spec import ModelSpec, RopeSpec
 from tokenmill.weights.fields import Fields
-from tokenmill.weights.hf_config import check_spec
+from tokenmill.weights.hf_config import MOST_POSITIONS, check_spec
 
 ARCHITECTURES: Mapping[str, str] = MappingProxyType({"llama": "llama"})
 
@@ -53,7 +53,7 @@ def spec_from_metadata(
     head_dim = fields.whole("attention.key_length", max(1, hidden // heads))
     if fields.whole("attention.value_length", head_dim) != head_dim:
         raise ModelUnreadable(f"{where}: keys and values of different sizes are not supported")
-    max_position = fields.whole("context_length")
+    max_position = fields.whole("context_length", most=MOST_POSITIONS)
     return check_spec(
         ModelSpec(
             family=family,
@@ -97,7 +97,7 @@ def _rope(fields: Fields, head_dim: int, max_position: int, frequency_factors: t
         plain,
         kind="yarn",
         factor=factor,
-        original_max_position=fields.whole("rope.scaling.original_context_length", max_position),
+        original_max_position=fields.whole("rope.scaling.original_context_length", max_position, most=MOST_POSITIONS),
         attention_factor=attention * (0.1 * math.log(max(factor, 1.0)) + 1.0),
         beta_fast=fields.number("rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1.0),

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
+import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
@@ -18,7 +19,7 @@ from tokenmill.errors import ModelUnreadable
 from tokenmill.gguf_metadata import TensorInfo, read_header
 from tokenmill.spec import ModelSpec
 from tokenmill.weights.gguf_config import spec_from_metadata
-from tokenmill.weights.stored import Bytes, StoredTensor, float_decoder
+from tokenmill.weights.stored import Bytes, StoredTensor, check_ends, float_decoder
 
 NAMES: Mapping[str, str] = MappingProxyType(
     {
@@ -56,6 +57,7 @@ def read_gguf(path: Path) -> tuple[ModelSpec, dict[str, StoredTensor]]:
     if twice:
         raise ModelUnreadable(f"{path} holds tensors twice: {', '.join(twice[:5])}. Convert it again.")
     stored = {info.name: _stored(path, info) for info in infos}
+    check_ends(stored)
     factors = _frequency_factors(stored.pop(FREQUENCY_FACTORS, None))
     spec = spec_from_metadata(metadata, {name: tensor.shape for name, tensor in stored.items()}, factors, str(path))
     return spec, {hugging_face_name(name): _unpaired(name, tensor, spec) for name, tensor in stored.items()}
@@ -84,7 +86,11 @@ def _stored(path: Path, info: TensorInfo) -> StoredTensor:
 
 
 def _dequantiser(kind: int) -> Callable[[Bytes], Tensor]:
-    return lambda rows: torch.from_numpy(dequantize(rows, GGMLQuantizationType(kind)))
+    def decode(rows: Bytes) -> Tensor:
+        with np.errstate(all="ignore"):
+            return torch.from_numpy(dequantize(rows, GGMLQuantizationType(kind)))
+
+    return decode
 
 
 def _frequency_factors(tensor: StoredTensor | None) -> tuple[float, ...] | None:

@@ -13,6 +13,7 @@ from tokenmill.weights.fields import Fields
 ARCHITECTURES: Mapping[str, str] = MappingProxyType(
     {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "SmolLMForCausalLM": "llama"}
 )
+MOST_POSITIONS = 2**31 - 1
 
 
 def spec_from_config(config: Mapping[str, Any], where: str) -> ModelSpec:
@@ -34,10 +35,10 @@ def spec_from_config(config: Mapping[str, Any], where: str) -> ModelSpec:
         )
     heads, hidden = fields.whole("num_attention_heads"), fields.whole("hidden_size")
     head_dim = fields.whole("head_dim", max(1, hidden // heads))
-    max_position = fields.whole("max_position_embeddings", 2048)
+    max_position = fields.whole("max_position_embeddings", 2048, most=MOST_POSITIONS)
     rope = _rope(fields, head_dim, max_position)
     if fields.has("sliding_window"):  # within the window, attention is the same as without one
-        max_position = min(max_position, fields.whole("sliding_window"))
+        max_position = min(max_position, fields.whole("sliding_window", most=MOST_POSITIONS))
     attention_bias = fields.flag("attention_bias")
     return check_spec(
         ModelSpec(
@@ -104,9 +105,8 @@ def _rope(fields: Fields, head_dim: int, max_position: int) -> RopeSpec:
     rotary_dim = None if share == 1.0 else int(head_dim * share)
     if kind == "default":
         return RopeSpec(theta=theta, rotary_dim=rotary_dim)
-    original = fields.whole(
-        "original_max_position_embeddings", rope.whole("original_max_position_embeddings", max_position)
-    )
+    key = "original_max_position_embeddings"
+    original = fields.whole(key, rope.whole(key, max_position, most=MOST_POSITIONS), most=MOST_POSITIONS)
     is_llama3 = kind == "llama3"
     return RopeSpec(
         kind=kind,

@@ -17,7 +17,7 @@ import torch
 from tokenmill.errors import ModelUnreadable
 from tokenmill.spec import ModelSpec
 from tokenmill.weights.hf_config import spec_from_config
-from tokenmill.weights.stored import StoredTensor, float_decoder
+from tokenmill.weights.stored import StoredTensor, check_ends, float_decoder
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000
@@ -42,6 +42,7 @@ def read_folder(folder: Path) -> tuple[ModelSpec, dict[str, StoredTensor]]:
             if name in tensors:
                 raise ModelUnreadable(f"tensor {name} is twice in {folder}: in {tensors[name].path.name}, {path.name}")
             tensors[name] = tensor
+    check_ends(tensors)
     return spec, tensors
 
 

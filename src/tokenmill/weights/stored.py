@@ -5,7 +5,7 @@ Mapped pages would count as the process's memory next to the model that is being
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,6 +64,20 @@ class StoredTensor:
         if len(data) != count:
             raise ModelUnreadable(f"{self.path} is truncated: it ends inside a tensor. Fetch it again.")
         return data.reshape(stop - start, self.row_bytes)
+
+
+def check_ends(tensors: Mapping[str, StoredTensor]) -> None:
+    """Refuse tensors that end after their file does.
+
+    Raises:
+        ModelUnreadable: a file is truncated.
+    """
+    sizes = {path: path.stat().st_size for path in {tensor.path for tensor in tensors.values()}}
+    for name, tensor in tensors.items():
+        size = sizes[tensor.path]
+        if tensor.end > size:
+            places = f"it has {size} bytes, its tensor {name} ends at {tensor.end}"
+            raise ModelUnreadable(f"{tensor.path} is truncated: {places}. Fetch it again.")
 
 
 def float_decoder(dtype: torch.dtype) -> Callable[[Bytes], Tensor]:
