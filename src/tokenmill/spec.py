@@ -52,6 +52,7 @@ class ModelSpec:
     attention_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False
     activation: Literal["silu"] = "silu"
 
     def kv_bytes_per_token(self, element_size: int) -> int:

@@ -45,12 +45,17 @@ class Case:
         positions = torch.arange(stop)
         return self.page_table[slot, positions // self.kv.page_size] * self.kv.page_size + positions % self.kv.page_size
 
+    def new_places(self) -> torch.Tensor:
+        rows = zip(self.layout.slots, self.layout.starts, self.layout.lengths, strict=True)
+        return torch.cat([self.places(slot, start + length)[start:] for slot, start, length in rows])
+
     def run(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         backend = make_backend(name, self.spec)
         kv = KVCache(self.kv.keys.to(dtype), self.kv.values.to(dtype), self.kv.page_size)
         metadata = backend.plan(self.layout, self.page_table, kv.page_size)
-        inputs = (tensor.to(dtype) for tensor in (self.query, self.key, self.value))
-        result = backend.run(*inputs, kv, 1, metadata)
+        kv.keys[1, self.new_places()] = self.key.to(dtype)
+        kv.values[1, self.new_places()] = self.value.to(dtype)
+        result = backend.run(self.query.to(dtype), kv, 1, metadata)
         self.kv = KVCache(kv.keys.float(), kv.values.float(), kv.page_size)
         return result.float()
 

@@ -1,10 +1,8 @@
-import math
-
 import pytest
 import torch
 
 from tokenmill.errors import ConfigError
-from tokenmill.ops.api import Ops
+from tokenmill.ops.api import HeadNorms, Ops, Rotation
 from tokenmill.ops.select import make_ops
 
 OPS = ["reference"]
@@ -47,34 +45,48 @@ def test_add_rms_norm_returns_both(ops: Ops) -> None:
     torch.testing.assert_close(normed, ops.rms_norm(x + residual, weight, 1e-5))
 
 
-@pytest.mark.parametrize("rotary_dim", [8, 4])
-def test_rope_turns_pairs_of_the_halves(ops: Ops, rotary_dim: int) -> None:
-    x = random(3, 2, 8)
-    angles = random(3, 1, rotary_dim // 2, seed=1)
+def angles_of(tokens: int, rotary_dim: int) -> tuple[torch.Tensor, Rotation]:
+    angles = random(tokens, 1, rotary_dim // 2, seed=1)
     cos, sin = angles.cos(), angles.sin()
-    found = ops.rope(x, torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
-    half = rotary_dim // 2
-    turned = torch.complex(x[..., :half], x[..., half:rotary_dim]) * torch.polar(torch.ones_like(angles), angles)
-    torch.testing.assert_close(found, torch.cat((turned.real, turned.imag, x[..., rotary_dim:]), -1))
+    return angles, Rotation(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
 
 
-def test_rope_keeps_half_precision(ops: Ops) -> None:
-    x = random(2, 1, 4).bfloat16()
-    found = ops.rope(x, torch.full((2, 1, 4), math.cos(0.0)), torch.zeros(2, 1, 4))
-    torch.testing.assert_close(found, x)
+def turned(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    half = angles.shape[-1]
+    pairs = torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat((pairs.real, pairs.imag, x[..., 2 * half :]), -1)
+
+
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize("rotary_dim", [8, 4])
+def test_prepare_qkv_normalises_turns_and_stores(ops: Ops, rotary_dim: int, has_norms: bool) -> None:
+    qkv = random(3, 4 + 2 * 2, 8)
+    angles, rotation = angles_of(3, rotary_dim)
+    norms = HeadNorms(random(8, seed=2), random(8, seed=3), 1e-5) if has_norms else None
+    keys, values = torch.zeros(9, 2, 8), torch.zeros(9, 2, 8)
+    query = ops.prepare_qkv(qkv, rotation, norms, keys, values, torch.tensor([4, 1, 7]))
+    plain_query, plain_key = qkv[:, :4], qkv[:, 4:6]
+    if norms is not None:
+        plain_query = ops.rms_norm(plain_query, norms.query, norms.eps)
+        plain_key = ops.rms_norm(plain_key, norms.key, norms.eps)
+    torch.testing.assert_close(query, turned(plain_query, angles))
+    torch.testing.assert_close(keys[[4, 1, 7]], turned(plain_key, angles))
+    torch.testing.assert_close(values[[4, 1, 7]], qkv[:, 6:])
+    others = [0, 2, 3, 5, 6, 8]
+    assert not keys[others].any()
+    assert not values[others].any()
+
+
+def test_prepare_qkv_keeps_half_precision(ops: Ops) -> None:
+    qkv = random(2, 3, 4).bfloat16()
+    still = Rotation(torch.ones(2, 1, 4), torch.zeros(2, 1, 4))
+    keys, values = torch.zeros(2, 1, 4).bfloat16(), torch.zeros(2, 1, 4).bfloat16()
+    query = ops.prepare_qkv(qkv, still, None, keys, values, torch.tensor([0, 1]))
+    torch.testing.assert_close(query, qkv[:, :1])
+    torch.testing.assert_close(keys, qkv[:, 1:2])
 
 
 def test_silu_and_mul(ops: Ops) -> None:
     x = random(3, 10)
     gate, up = x[:, :5], x[:, 5:]
     torch.testing.assert_close(ops.silu_and_mul(x), gate / (1 + (-gate).exp()) * up)
-
-
-def test_store_kv_writes_the_slots_and_nothing_else(ops: Ops) -> None:
-    keys, values = torch.zeros(6, 2, 4), torch.zeros(6, 2, 4)
-    key, value = random(2, 3, 4)[:, :2], random(2, 3, 4, seed=1)[:, 1:]  # parts of a wider tensor
-    ops.store_kv(key, value, keys, values, torch.tensor([4, 1]))
-    torch.testing.assert_close(keys[[4, 1]], key)
-    torch.testing.assert_close(values[[4, 1]], value)
-    assert not keys[[0, 2, 3, 5]].any()
-    assert not values[[0, 2, 3, 5]].any()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tokenmill.attention.base import AttentionBackend, KVCache, RowLayout
+from tokenmill.attention.base import AttentionBackend, KVCache, RowLayout, kv_slots_of
 from tokenmill.layers.batch import ForwardBatch
 from tokenmill.models.base import CausalLM
 
@@ -40,11 +40,13 @@ class Harness:
         starts = tuple(start for _, start, _ in rows)
         layout = RowLayout(tuple(slot for slot, _, _ in rows), starts, lengths)
         positions = [start + i for start, length in zip(starts, lengths, strict=True) for i in range(length)]
+        slots = torch.tensor([slot for slot, length in zip(layout.slots, lengths, strict=True) for _ in range(length)])
         ends = torch.tensor(lengths).cumsum(0) - 1
         with torch.inference_mode():
             batch = ForwardBatch(
                 input_ids=torch.tensor([token for _, _, ids in rows for token in ids]),
                 positions=torch.tensor(positions),
+                kv_slots=kv_slots_of(slots, torch.tensor(positions), self.page_table, self.kv.page_size),
                 logits_indices=torch.arange(len(positions)) if of_all_tokens else ends,
                 attention=self._backend.plan(layout, self.page_table, self.kv.page_size),
             )

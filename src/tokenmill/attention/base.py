@@ -42,19 +42,24 @@ class AttentionBackend(Protocol):
     def plan(self, layout: RowLayout, page_table: Tensor, page_size: int) -> AttentionMetadata:
         """Everything that is the same for all layers of a step.
 
-        `page_table` is [slots, pages_per_request] int64 on the device; the rows' pages are already entered,
+        `page_table` is [slots, pages_per_request] of integers on the device; the rows' pages are already entered,
         those of the tokens computed in this step included.
         """
 
-    def run(
-        self, query: Tensor, key: Tensor, value: Tensor, kv: KVCache, layer: int, metadata: AttentionMetadata
-    ) -> Tensor:
-        """Store `key` and `value` of the step's tokens, then attend.
+    def run(self, query: Tensor, kv: KVCache, layer: int, metadata: AttentionMetadata) -> Tensor:
+        """Attend to the K/V of the rows' tokens, which are stored already.
 
         Args:
             query: [tokens, heads, head_dim], rope applied.
-            key, value: [tokens, kv_heads, head_dim].
+            kv: the K/V cache.
+            layer: number of the layer.
+            metadata: what `plan` made for this step.
 
         Returns:
             [tokens, heads, head_dim].
         """
+
+
+def kv_slots_of(slots: Tensor, positions: Tensor, page_table: Tensor, page_size: int) -> Tensor:
+    """Where positions of slots lie in the K/V pool; all arguments broadcast."""
+    return page_table[slots, positions // page_size] * page_size + positions % page_size

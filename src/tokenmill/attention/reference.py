@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokenmill.attention.base import KVCache, RowLayout
-from tokenmill.ops.api import Ops
+from tokenmill.attention.base import KVCache, RowLayout, kv_slots_of
 
 PIECE_QUERIES = 256  # longer rows are cut, so that early queries do not score the positions after them
 GATHER_COST = 8  # of one context position, in score computations
@@ -56,7 +55,6 @@ class ReferenceMetadata:
     It is None when there is one group, without padded queries, whose tokens are the step's in order.
     """
 
-    new_slots: Tensor  # [tokens] int64, where the step's K and V go
     groups: tuple[PieceGroup, ...]
     order: Tensor | None  # [tokens] int64
 
@@ -69,27 +67,23 @@ class ReferenceAttention:
 
     name = "reference"
 
-    def __init__(self, ops: Ops, *, scale: float, token_elements: int) -> None:
-        self._ops = ops
+    def __init__(self, *, scale: float, token_elements: int) -> None:
         self._scale = scale
         self._max_gathered = max(1, GROUP_ELEMENTS // token_elements)
 
     def plan(self, layout: RowLayout, page_table: Tensor, page_size: int) -> ReferenceMetadata:
         """See `AttentionBackend.plan`."""
-        new_slots = _new_slots(layout, page_table, page_size)
+        num_tokens = sum(layout.lengths)
         pieces = group_pieces(cut_rows(layout), self._max_gathered)
         planned = [_plan_group(group, page_table, page_size) for group in pieces]
         groups = tuple(group for group, _ in planned)
-        is_in_order = len(groups) == 1 and groups[0].pieces * groups[0].queries == len(new_slots)
-        order = None if is_in_order else _order(planned, len(new_slots), page_table.device)
-        return ReferenceMetadata(new_slots, groups, order)
+        is_in_order = len(groups) == 1 and groups[0].pieces * groups[0].queries == num_tokens
+        order = None if is_in_order else _order(planned, num_tokens, page_table.device)
+        return ReferenceMetadata(groups, order)
 
-    def run(
-        self, query: Tensor, key: Tensor, value: Tensor, kv: KVCache, layer: int, metadata: ReferenceMetadata
-    ) -> Tensor:
+    def run(self, query: Tensor, kv: KVCache, layer: int, metadata: ReferenceMetadata) -> Tensor:
         """See `AttentionBackend.run`."""
-        keys, values = kv.keys[layer], kv.values[layer]  # [slots, kv_heads, head_dim]
-        self._ops.store_kv(key, value, keys, values, metadata.new_slots)
+        keys, values = kv.keys[layer], kv.values[layer]  # [kv slots, kv_heads, head_dim]
         if metadata.order is None:
             return self._attend(query, keys, values, metadata.groups[0])
         parts = [self._attend(query.index_select(0, group.tokens), keys, values, group) for group in metadata.groups]
@@ -164,7 +158,7 @@ def _plan_group(pieces: list[Piece], page_table: Tensor, page_size: int) -> tupl
         queries=queries,
         context=context,
         tokens=(first_tokens + offsets).flatten(),
-        kv_slots=_kv_slots(slots, attended, page_table, page_size).flatten(),
+        kv_slots=kv_slots_of(slots, attended, page_table, page_size).flatten(),
         mask=(positions <= (starts + offsets).unsqueeze(2)).unsqueeze(1) if needs_mask else None,
     )
     return group, (steps < lengths).flatten().nonzero().flatten()
@@ -177,16 +171,3 @@ def _order(planned: Sequence[tuple[PieceGroup, Tensor]], num_tokens: int, device
         order[group.tokens[own]] = own + first
         first += group.pieces * group.queries
     return order
-
-
-def _new_slots(layout: RowLayout, page_table: Tensor, page_size: int) -> Tensor:
-    columns = torch.tensor((layout.slots, layout.starts, layout.lengths), device=page_table.device)  # [3, rows]
-    slots, starts, lengths = columns
-    firsts = lengths.cumsum(0) - lengths
-    positions = torch.arange(sum(layout.lengths), device=page_table.device)
-    positions += (starts - firsts).repeat_interleave(lengths)
-    return _kv_slots(slots.repeat_interleave(lengths), positions, page_table, page_size)
-
-
-def _kv_slots(slots: Tensor, positions: Tensor, page_table: Tensor, page_size: int) -> Tensor:
-    return page_table[slots, positions // page_size] * page_size + positions % page_size

@@ -5,12 +5,10 @@ from __future__ import annotations
 from tokenmill.attention.base import AttentionBackend
 from tokenmill.attention.reference import ReferenceAttention
 from tokenmill.errors import ConfigError
-from tokenmill.ops.api import Ops
-from tokenmill.ops.select import make_ops
 from tokenmill.spec import ModelSpec
 
 
-def make_backend(name: str, spec: ModelSpec, ops: Ops | None = None) -> AttentionBackend:
+def make_backend(name: str, spec: ModelSpec) -> AttentionBackend:
     """The attention backend called `name` for models of this shape.
 
     Raises:
@@ -18,7 +16,5 @@ def make_backend(name: str, spec: ModelSpec, ops: Ops | None = None) -> Attentio
     """
     if name == "reference":
         token_elements = spec.num_kv_heads * spec.head_dim
-        return ReferenceAttention(
-            ops or make_ops("reference"), scale=spec.head_dim**-0.5, token_elements=token_elements
-        )
+        return ReferenceAttention(scale=spec.head_dim**-0.5, token_elements=token_elements)
     raise ConfigError(f"there is no attention backend called {name!r}; known: reference")

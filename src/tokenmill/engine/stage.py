@@ -7,7 +7,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from tokenmill.attention.base import AttentionBackend, RowLayout
+from tokenmill.attention.base import AttentionBackend, RowLayout, kv_slots_of
 from tokenmill.engine.kv_pool import DeviceState
 from tokenmill.layers.batch import ForwardBatch
 from tokenmill.sampling.batch import SamplingTable
@@ -34,9 +34,12 @@ def make_batch(plan: StepPlan, state: DeviceState, attention: AttentionBackend) 
     ends = list(accumulate(layout.lengths))
     device = state.page_table.device
     positions = [p for row in rows for p in range(row.start, row.start + row.length)]
+    at = torch.tensor(positions, device=device)
+    slots = torch.tensor([row.slot for row in rows for _ in range(row.length)], device=device)
     return ForwardBatch(
         input_ids=_input_ids(plan, state, ends),
-        positions=torch.tensor(positions, device=device),
+        positions=at,
+        kv_slots=kv_slots_of(slots, at, state.page_table, state.kv.page_size),
         logits_indices=torch.tensor(
             [end - 1 for row, end in zip(rows, ends, strict=True) if row.is_sampled], dtype=torch.int64, device=device
         ),

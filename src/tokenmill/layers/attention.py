@@ -8,19 +8,22 @@ from torch import Tensor
 
 from tokenmill.attention.base import KVCache
 from tokenmill.layers.batch import ForwardBatch
-from tokenmill.layers.build import Build, Sources
+from tokenmill.layers.build import Build, Source, Sources
 from tokenmill.layers.linear import ColumnParallelLinear, RowParallelLinear
-from tokenmill.parallel.shard import split_evenly, split_kv_heads
+from tokenmill.ops.api import HeadNorms, Rotation
+from tokenmill.parallel.shard import Span, split_evenly, split_kv_heads
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionNames:
-    """What a checkpoint calls the projections."""
+    """What a checkpoint calls the projections, and the norms of heads where the model has them."""
 
     query: str
     key: str
     value: str
     output: str
+    query_norm: str = "self_attn.q_norm"
+    key_norm: str = "self_attn.k_norm"
 
 
 class Attention:
@@ -35,21 +38,28 @@ class Attention:
         parts = ((spec.num_heads * dim, heads.scaled(dim)), kv_part, kv_part)
         self._layer, self._ops, self._backend = layer, build.ops, build.attention
         self._num_heads, self._num_kv_heads, self._head_dim = heads.size, kv_heads.size, dim
+        self._norms: HeadNorms | None = None
+        if spec.qk_norm:
+            self._norms = HeadNorms(build.parameter(dim), build.parameter(dim), spec.norm_eps)
         self._qkv = ColumnParallelLinear(build, spec.hidden_size, parts, bias=spec.attention_bias)
         self._output = RowParallelLinear(
             build, spec.num_heads * dim, heads.scaled(dim), spec.hidden_size, bias=spec.attention_output_bias
         )
 
-    def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], batch: ForwardBatch, kv: KVCache) -> Tensor:
+    def __call__(self, x: Tensor, rotation: Rotation, batch: ForwardBatch, kv: KVCache) -> Tensor:
         """[tokens, hidden] to [tokens, hidden]; writes the tokens' K and V to `kv`."""
-        heads, kv_heads = self._num_heads, self._num_kv_heads
-        qkv = self._qkv(x).view(-1, heads + 2 * kv_heads, self._head_dim)  # [tokens, heads + 2 kv_heads, head_dim]
-        turned = self._ops.rope(qkv[:, : heads + kv_heads], *angles)
-        query, key, value = turned[:, :heads], turned[:, heads:], qkv[:, heads + kv_heads :]
-        mixed = self._backend.run(query, key, value, kv, self._layer, batch.attention)  # [tokens, heads, head_dim]
+        heads, kv_heads, layer = self._num_heads, self._num_kv_heads, self._layer
+        qkv = self._qkv(x).view(-1, heads + 2 * kv_heads, self._head_dim)
+        keys, values = kv.keys[layer], kv.values[layer]
+        query = self._ops.prepare_qkv(qkv, rotation, self._norms, keys, values, batch.kv_slots)
+        mixed = self._backend.run(query, kv, layer, batch.attention)  # [tokens, heads, head_dim]
         return self._output(mixed.reshape(-1, heads * self._head_dim))
 
     def sources(self, names: AttentionNames) -> Sources:
-        """Where the projections' tensors go."""
-        fused = self._qkv.sources((names.query, names.key, names.value))
-        return {**fused, **self._output.sources(names.output)}
+        """Where the projections' and norms' tensors go."""
+        found = {**self._qkv.sources((names.query, names.key, names.value)), **self._output.sources(names.output)}
+        if self._norms is not None:
+            dim = Span(0, self._head_dim)
+            found[f"{names.query_norm}.weight"] = Source(self._norms.query, (self._head_dim,), dim)
+            found[f"{names.key_norm}.weight"] = Source(self._norms.key, (self._head_dim,), dim)
+        return found

@@ -15,5 +15,6 @@ class ForwardBatch:
 
     input_ids: Tensor  # [tokens] int64
     positions: Tensor  # [tokens] int64
-    logits_indices: Tensor  # [sampled] int64, into tokens
+    kv_slots: Tensor  # [tokens] int64, where the tokens' K and V go
+    logits_indices: Tensor | None  # [sampled] int64, into tokens; None: all of them draw
     attention: AttentionMetadata

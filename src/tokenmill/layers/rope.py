@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from tokenmill.ops.api import Rotation
 from tokenmill.spec import ModelSpec, RopeSpec
 
 
@@ -22,11 +23,11 @@ class RotaryEmbedding:
         self._frequencies = rope_frequencies(rope, rope.rotary_dim or spec.head_dim, spec.max_position).to(device)
         self._factor = attention_factor(rope)
 
-    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """(cos, sin) of positions [tokens], as `Ops.rope` takes them: [tokens, 1, rotary_dim] float32."""
+    def rotation(self, positions: Tensor) -> Rotation:
+        """The angles of positions [tokens]."""
         angles = positions.float().view(-1, 1, 1) * self._frequencies  # [tokens, 1, rotary_dim / 2]
         cos, sin = angles.cos() * self._factor, angles.sin() * self._factor
-        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+        return Rotation(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
 
 
 def rope_frequencies(rope: RopeSpec, rotary_dim: int, max_position: int) -> Tensor:

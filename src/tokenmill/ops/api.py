@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """The angles of a step's tokens, made once and used by every layer."""
+
+    cos: Tensor  # [tokens, 1, rotary_dim] float32, the angles' cosines twice
+    sin: Tensor  # [tokens, 1, rotary_dim] float32, the angles' sines negated, then as they are
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Root-mean-square normalisation of each head of q and of k."""
+
+    query: Tensor  # [head_dim]
+    key: Tensor  # [head_dim]
+    eps: float
 
 
 class Ops(Protocol):
@@ -21,23 +39,28 @@ class Ops(Protocol):
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(rms_norm(x + residual), x + residual)."""
 
-    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate the halves of the first rotary dimensions (Su et al. 2021).
+    def prepare_qkv(
+        self,
+        qkv: Tensor,
+        rotation: Rotation,
+        norms: HeadNorms | None,
+        keys: Tensor,
+        values: Tensor,
+        kv_slots: Tensor,
+    ) -> Tensor:
+        """Normalise q and k by head if the model does, rotate them (Su et al. 2021), and store k and v.
 
         Args:
-            x: [tokens, heads, head_dim].
-            cos: [tokens, 1, rotary_dim] float32, the angles' cosines twice.
-            sin: [tokens, 1, rotary_dim] float32, the angles' sines negated, then as they are.
+            qkv: [tokens, heads + 2 * kv_heads, head_dim]: queries, then keys, then values.
+            rotation: the tokens' angles.
+            norms: weights of the normalisation (Qwen3), or None.
+            keys: [kv slots, kv_heads, head_dim], one layer's; written.
+            values: the same for values; written.
+            kv_slots: [tokens] int64, where the tokens' K and V go.
 
         Returns:
-            [tokens, heads, head_dim].
+            the queries, [tokens, heads, head_dim].
         """
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         """silu(gate) * up for x [tokens, 2 * dim] = (gate, up); returns [tokens, dim]."""
-
-    def store_kv(self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Write key and value [tokens, kv_heads, head_dim] to keys and values [slots, kv_heads, head_dim].
-
-        `slots` is [tokens] int64, without repetition.
-        """
