@@ -47,6 +47,14 @@ def assert_parity(folder: Path, prompt: list[int], count: int) -> None:
     assert oracle.is_greedy(prompt, harness.greedy(prompt, count, slot=1))
 
 
+@pytest.mark.parametrize("tie", [True, False])
+def test_qwen3(tmp_path: Path, tie: bool) -> None:
+    folder = make_tiny_llama(
+        tmp_path, architecture="Qwen3ForCausalLM", num_heads=4, num_kv_heads=2, head_dim=32, tie=tie, rope_theta=1e6
+    )
+    assert_parity(folder, [(7 * i) % 251 + 4 for i in range(40)], 24)
+
+
 @pytest.mark.parametrize("rope_form", ["rope_scaling", "rope_parameters"])
 @pytest.mark.parametrize("kind", ROPES)
 def test_rope_kinds_past_the_original_length(tmp_path: Path, kind: str, rope_form: str) -> None:

@@ -41,7 +41,7 @@ def make_tiny_llama(
     architecture: str = "LlamaForCausalLM",
     seed: int = 0,
 ) -> Path:
-    """Write a random Llama and a tokenizer with one token a byte; returns `folder`.
+    """Write a random Llama, or Qwen3 by `architecture`, and a tokenizer with one token a byte; returns `folder`.
 
     `rope` is the scaling dict of config.json ({"rope_type": "yarn", "factor": 4.0, ...}), written under the key
     `rope_form`: "rope_scaling" (with rope_theta beside it) or "rope_parameters" (with rope_theta inside).
@@ -50,7 +50,7 @@ def make_tiny_llama(
     folder.mkdir(parents=True, exist_ok=True)
     config: dict[str, Any] = {
         "architectures": [architecture],
-        "model_type": "llama",
+        "model_type": "qwen3" if architecture == "Qwen3ForCausalLM" else "llama",
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
         "intermediate_size": intermediate_size,
@@ -105,6 +105,9 @@ def random_llama_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, Ten
         add_linear(f"{prefix}.self_attn.k_proj", kv_heads * head_dim, hidden, bias)
         add_linear(f"{prefix}.self_attn.v_proj", kv_heads * head_dim, hidden, bias)
         add_linear(f"{prefix}.self_attn.o_proj", hidden, heads * head_dim, bias)
+        if config["model_type"] == "qwen3":
+            for name in ("q_norm", "k_norm"):
+                tensors[f"{prefix}.self_attn.{name}.weight"] = 1 + noise(head_dim, scale=0.3)
         tensors[f"{prefix}.post_attention_layernorm.weight"] = 1 + noise(hidden, scale=0.1)
         add_linear(f"{prefix}.mlp.gate_proj", inner, hidden, mlp_bias)
         add_linear(f"{prefix}.mlp.up_proj", inner, hidden, mlp_bias)

@@ -9,17 +9,14 @@ from tokenmill.layers.attention import AttentionNames
 from tokenmill.layers.mlp import MLPNames
 from tokenmill.models.decoder import DecoderNames
 
-FAMILIES: Mapping[str, DecoderNames] = MappingProxyType(
-    {
-        "llama": DecoderNames(
-            embedding="model.embed_tokens",
-            layer="model.layers",
-            attention_norm="input_layernorm",
-            attention=AttentionNames("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
-            mlp_norm="post_attention_layernorm",
-            mlp=MLPNames("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
-            final_norm="model.norm",
-            output="lm_head",
-        ),
-    }
+LLAMA = DecoderNames(
+    embedding="model.embed_tokens",
+    layer="model.layers",
+    attention_norm="input_layernorm",
+    attention=AttentionNames("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+    mlp_norm="post_attention_layernorm",
+    mlp=MLPNames("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+    final_norm="model.norm",
+    output="lm_head",
 )
+FAMILIES: Mapping[str, DecoderNames] = MappingProxyType({"llama": LLAMA, "qwen3": LLAMA})

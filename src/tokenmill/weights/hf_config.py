@@ -11,7 +11,12 @@ from tokenmill.spec import ModelSpec, RopeKind, RopeSpec
 from tokenmill.weights.fields import Fields
 
 ARCHITECTURES: Mapping[str, str] = MappingProxyType(
-    {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "SmolLMForCausalLM": "llama"}
+    {
+        "LlamaForCausalLM": "llama",
+        "MistralForCausalLM": "llama",
+        "SmolLMForCausalLM": "llama",
+        "Qwen3ForCausalLM": "qwen3",
+    }
 )
 MOST_POSITIONS = 2**31 - 1
 
@@ -37,7 +42,9 @@ def spec_from_config(config: Mapping[str, Any], where: str) -> ModelSpec:
     head_dim = fields.whole("head_dim", max(1, hidden // heads))
     max_position = fields.whole("max_position_embeddings", 2048, most=MOST_POSITIONS)
     rope = _rope(fields, head_dim, max_position)
-    if fields.has("sliding_window"):  # within the window, attention is the same as without one
+    if fields.has("sliding_window") and fields.flag(
+        "use_sliding_window", True
+    ):  # within the window, attention is the same as without one
         max_position = min(max_position, fields.whole("sliding_window", most=MOST_POSITIONS))
     attention_bias = fields.flag("attention_bias")
     return check_spec(
@@ -56,6 +63,7 @@ def spec_from_config(config: Mapping[str, Any], where: str) -> ModelSpec:
             tie_embeddings=fields.flag("tie_word_embeddings"),
             attention_bias=attention_bias,
             attention_output_bias=attention_bias,
+            qk_norm=family == "qwen3",
             mlp_bias=fields.flag("mlp_bias"),
         ),
         where,
