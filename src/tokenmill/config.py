@@ -14,6 +14,8 @@ from tokenmill.spec import DTypeName, HardwareInfo, ModelSpec
 DEFAULT_MODEL = "smollm2-135m"
 ELEMENT_SIZE: dict[DTypeName, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 DEFAULT_POOL_TOKENS = 65536
+MAX_THREADS = 1024
+PAGE_TABLE_ENTRY_SIZE = 8
 
 
 @dataclass(frozen=True)
@@ -139,46 +141,24 @@ def resolve(raw: RunConfig, hardware: HardwareInfo, spec: ModelSpec) -> Resolved
         ConfigError: values that cannot work, with what would.
     """
     engine, scheduler = raw.engine, raw.scheduler
-    _at_least("--page-size", engine.page_size, 1)
-    _at_least("--max-running", scheduler.max_running, 1)
-    _at_least("--prefill-budget", scheduler.prefill_budget, 1)
-    _at_least("--max-waiting", scheduler.max_waiting, 1)
+    _within("--page-size", engine.page_size, 1)
+    _within("--max-running", scheduler.max_running, 1)
+    _within("--prefill-budget", scheduler.prefill_budget, 1)
+    _within("--max-waiting", scheduler.max_waiting, 1)
+    _within("--threads", hardware.num_threads if engine.threads is None else engine.threads, 1, MAX_THREADS)
     for flag, share in (("--memory-fraction", engine.memory_fraction), ("--reserve-ratio", scheduler.reserve_ratio)):
         if not 0 <= share <= 1:
             raise ConfigError(f"{flag} must be from 0 to 1, not {share}")
     dtype: DTypeName = hardware.fastest_dtype if raw.model.dtype == "auto" else raw.model.dtype
-    num_pages = engine.num_pages
-    if num_pages is None:
-        tokens = int(hardware.memory_bytes * engine.memory_fraction) // spec.kv_bytes_per_token(ELEMENT_SIZE[dtype])
-        most = max(DEFAULT_POOL_TOKENS, spec.max_position)
-        num_pages = min(tokens, most) // engine.page_size
-        if num_pages < 1:
-            limit = f"{engine.memory_fraction:.0%} of {hardware.memory_bytes >> 20} MiB"
-            raise ConfigError(
-                f"no K/V page of this model fits {limit}: free some memory, raise --memory-fraction, or set --num-pages"
-            )
-    _at_least("--num-pages", num_pages, 1)
-    most = min(spec.max_position, num_pages * engine.page_size)
-    wanted = raw.model.max_model_len
-    if wanted is not None:
-        _at_least("--max-model-len", wanted, 2)
-        if wanted > spec.max_position:
-            raise ConfigError(f"--max-model-len {wanted} is over the model's context of {spec.max_position} tokens")
-        if wanted > most:
-            raise ConfigError(
-                f"--max-model-len {wanted} does not fit the K/V pool of {num_pages * engine.page_size} tokens: "
-                "raise --num-pages or --memory-fraction"
-            )
-    if engine.threads is not None:
-        _at_least("--threads", engine.threads, 1)
-    return ResolvedConfig(
+    num_pages = _num_pages(engine, hardware, spec, dtype)
+    config = ResolvedConfig(
         device="cpu",
         dtype=dtype,
         attention="reference" if engine.attention == "auto" else engine.attention,
         threads=engine.threads or hardware.num_threads,
         page_size=engine.page_size,
         num_pages=num_pages,
-        max_model_len=wanted or most,
+        max_model_len=_max_model_len(raw.model.max_model_len, num_pages * engine.page_size, spec),
         max_running=scheduler.max_running,
         max_waiting=scheduler.max_waiting,
         prefill_budget=scheduler.prefill_budget,
@@ -188,8 +168,51 @@ def resolve(raw: RunConfig, hardware: HardwareInfo, spec: ModelSpec) -> Resolved
         reserve_ratio=scheduler.reserve_ratio,
         debug_checks=engine.debug_checks,
     )
+    needed = config.pool_tokens * spec.kv_bytes_per_token(ELEMENT_SIZE[dtype])
+    needed += config.max_running * config.pages_per_request * PAGE_TABLE_ENTRY_SIZE
+    if needed > hardware.memory_bytes:
+        raise ConfigError(
+            f"K/V pool and page table take {needed >> 20} MiB, but {hardware.memory_bytes >> 20} MiB are free: "
+            "lower --num-pages, --page-size or --max-running"
+        )
+    return config
 
 
-def _at_least(flag: str, value: int, least: int) -> None:
+def _num_pages(engine: EngineConfig, hardware: HardwareInfo, spec: ModelSpec, dtype: DTypeName) -> int:
+    """The pages asked for, or those that fit the memory, but not more than are of use."""
+    num_pages = engine.num_pages
+    if num_pages is None:
+        tokens = int(hardware.memory_bytes * engine.memory_fraction) // spec.kv_bytes_per_token(ELEMENT_SIZE[dtype])
+        num_pages = min(tokens, max(DEFAULT_POOL_TOKENS, spec.max_position)) // engine.page_size
+        if num_pages < 1:
+            limit = f"{engine.memory_fraction:.0%} of {hardware.memory_bytes >> 20} MiB"
+            raise ConfigError(
+                f"no K/V page of {engine.page_size} tokens fits {limit}: "
+                "free some memory, raise --memory-fraction, lower --page-size, or set --num-pages"
+            )
+    _within("--num-pages", num_pages, 1)
+    if num_pages * engine.page_size < 2:
+        raise ConfigError("--num-pages 1 with --page-size 1 holds one token; prompt and output need at least two")
+    return num_pages
+
+
+def _max_model_len(wanted: int | None, pool_tokens: int, spec: ModelSpec) -> int:
+    """What was asked for, or the most that context and K/V pool hold."""
+    if wanted is None:
+        return min(spec.max_position, pool_tokens)
+    _within("--max-model-len", wanted, 2)
+    if wanted > spec.max_position:
+        raise ConfigError(f"--max-model-len {wanted} is over the model's context of {spec.max_position} tokens")
+    if wanted > pool_tokens:
+        raise ConfigError(
+            f"--max-model-len {wanted} does not fit the K/V pool of {pool_tokens} tokens: "
+            "raise --num-pages or --memory-fraction"
+        )
+    return wanted
+
+
+def _within(flag: str, value: int, least: int, most: int | None = None) -> None:
     if value < least:
         raise ConfigError(f"{flag} must be at least {least}, not {value}")
+    if most is not None and value > most:
+        raise ConfigError(f"{flag} must be at most {most}, not {value}")

@@ -11,6 +11,7 @@ import msgspec
 from tokenmill.errors import InvalidRequest
 
 MAX_STOP_STRINGS = 64
+MAX_STOP_IDS = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_CHOICES = 128
 SEED_BITS = 63
@@ -85,6 +86,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _whole("seed", self.seed, -(2**63), 2**64 - 1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(f"min_tokens ({self.min_tokens}) is over max_tokens ({self.max_tokens})", "min_tokens")
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequest(f"{name} must be true or false, not {getattr(self, name)!r}", name)
         self._check_stops()
         self._check_bias()
 
@@ -113,10 +117,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise InvalidRequest(f"stop holds at most {MAX_STOP_STRINGS} strings", "stop")
         if not all(isinstance(text, str) and text for text in self.stop_strings):
             raise InvalidRequest("stop must hold non-empty strings only", "stop")
+        if isinstance(self.stop_token_ids, str | bytes) or not isinstance(self.stop_token_ids, Sequence):
+            raise InvalidRequest("stop_token_ids must be a list of token ids", "stop_token_ids")
+        if len(self.stop_token_ids) > MAX_STOP_IDS:
+            raise InvalidRequest(f"stop_token_ids holds at most {MAX_STOP_IDS} ids", "stop_token_ids")
         for token in self.stop_token_ids:
             _whole("stop_token_ids", token, 0, MAX_INT32)
 
     def _check_bias(self) -> None:
+        if not isinstance(self.logit_bias, dict):
+            raise InvalidRequest("logit_bias must map token ids to numbers", "logit_bias")
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise InvalidRequest(f"logit_bias holds at most {MAX_LOGIT_BIAS} ids", "logit_bias")
         for token, bias in self.logit_bias.items():

@@ -161,3 +161,48 @@ def test_a_slot_forgets_the_request_before():
     row = torch.zeros(1, VOCAB)
     row[0, 6] = 1
     assert sample(row, table, [0], [0]).tolist() == [6]
+
+
+def naive_draw(row: torch.Tensor, params: SamplingParams, position: int) -> int:
+    """The same draw by its definition, in float64 over all ids."""
+    probabilities, order = (row.double() / params.temperature).softmax(-1).sort(descending=True)
+    keep = torch.ones(len(row), dtype=torch.bool)
+    if params.top_k > 0:
+        keep[params.top_k :] = False
+    keep &= probabilities.cumsum(0) - probabilities < params.top_p * probabilities[keep].sum()
+    keep &= probabilities >= params.min_p * probabilities[0]
+    keep[0] = True
+    times = exponential(torch.tensor([params.seed]), torch.tensor([position]), order).double()[0]
+    return int(order[torch.where(keep, probabilities / times, -1.0).argmax()])
+
+
+@pytest.mark.parametrize("top_k", [0, 5, 1000, 1500, VOCAB])
+@pytest.mark.parametrize("top_p", [1.0, 0.5, 0.01])
+@pytest.mark.parametrize("spread", [0.3, 2.0])
+def test_draws_are_those_of_the_definition(top_k, top_p, spread):
+    rows = logits_of(10, rows=16, spread=spread)
+    params = [
+        SamplingParams(temperature=0.8, top_k=top_k, top_p=top_p, min_p=0.2 * (seed % 2), seed=seed)
+        for seed in range(16)
+    ]
+    assert draw(rows, params) == [naive_draw(row, its, 5) for row, its in zip(rows, params, strict=True)]
+
+
+def test_noise_is_finite_where_rounding_would_make_it_endless():
+    hashed_to_the_top = torch.tensor([2985620])
+    (time,) = exponential(torch.tensor([6]), torch.tensor([0]), hashed_to_the_top)[0]
+    assert 16 < time < 17
+
+
+@pytest.mark.parametrize("fill", [float("nan"), float("inf"), float("-inf")])
+def test_logits_that_are_no_numbers_still_give_an_id(fill):
+    for params in ({"temperature": 0}, {}, {"top_p": 0.5}, {"top_k": 3, "min_p": 0.5}, {"top_k": 2000}):
+        (token,) = draw(torch.full((1, VOCAB), fill), [SamplingParams(seed=1, **params)])
+        assert 0 <= token < VOCAB
+
+
+def test_the_only_id_that_is_not_blocked_is_drawn():
+    blocked = tuple(token for token in range(VOCAB) if token != 77)
+    for params in ({"temperature": 0}, {}, {"top_p": 0.5}, {"min_p": 1.0}, {"top_k": 2000}):
+        its = SamplingParams(seed=3, min_tokens=9, logit_bias={77: -100.0}, **params)
+        assert draw(torch.zeros(1, VOCAB), [its], blocked=blocked) == [77]

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -126,14 +126,14 @@ class CpuStream:
     """A thread that runs tasks in the order given: the CPU's counterpart of a CUDA stream."""
 
     def __init__(self, threads: int) -> None:
-        self._tasks: SimpleQueue[Task[object] | None] = SimpleQueue()
+        self._tasks: SimpleQueue[Task[Any] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, args=(threads,), name="cpu-stream", daemon=True)
         self._thread.start()
 
     def submit(self, work: Callable[[], T]) -> Task[T]:
         """Queue work and return at once."""
         task = Task(work)
-        self._tasks.put(task)  # type: ignore[arg-type]
+        self._tasks.put(task)
         return task
 
     def close(self) -> None:

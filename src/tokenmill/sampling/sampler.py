@@ -38,7 +38,8 @@ def exponential(seed: Tensor, position: Tensor, ids: Tensor) -> Tensor:
     state = ids.to(torch.int32) * ID_FACTOR + key[:, :1]
     state = _mix32(_mix32(state) ^ key[:, 1:])
     part = ((state & 0x7FFFFFFF).to(torch.float32) + 0.5) * 2.0**-31
-    return -torch.log1p(-part)
+    # Rounding makes 1 of the largest: an infinite time, with which even the only id left would not win.
+    return -torch.log1p(-part.clamp_(max=1 - 2.0**-24))
 
 
 def _mix64(value: Tensor) -> Tensor:
@@ -97,7 +98,7 @@ def _draw_ranked(scaled: Tensor, table: SamplingTable, slot: Tensor, position: T
     log_total = scaled.logsumexp(dim=-1, keepdim=True)
     values, order = scaled.topk(limit, dim=-1)
     probabilities = (values - log_total).exp()
-    is_enough = (probabilities.sum(dim=-1) >= top_p) | ((top_k > 0) & (top_k <= limit))
+    is_enough = torch.where(top_k > 0, top_k <= limit, probabilities.sum(dim=-1) >= top_p)
     ids = _draw_in_order(probabilities, order, table, slot, position)
     rest = (~is_enough).nonzero().flatten()
     if limit < scaled.shape[1] and len(rest):
