@@ -216,6 +216,7 @@ class LLM:
         uids = [uid for job in jobs for uid in job.uids]
         queue = deque(jobs)
         unfinished: set[int] = set()
+        num_ended = num_tokens = 0
         most = concurrency or self.scheduler.config.max_waiting
         columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"))
         is_hidden = not (len(prompts) >= PROGRESS_FROM if progress is None else progress)
@@ -223,18 +224,18 @@ class LLM:
             with Progress(*columns, TimeRemainingColumn(), disable=is_hidden) as bar:
                 task = bar.add_task("", total=len(uids), speed="")
                 while queue or unfinished:
-                    while queue and len(unfinished) < most:
+                    while queue and (not unfinished or len(unfinished) + len(queue[0].uids) <= most):
                         unfinished.update(self._submit(queue.popleft()))
                     ended = self._turn()
                     for uid in unfinished.intersection(ended):
                         unfinished.remove(uid)
-                        error = self._deltas[uid][-1].error
-                        if error is not None:
-                            raise _error(error)
-                    if ended:
-                        tokens = sum(self._deltas[uid][-1].completion_tokens for uid in uids if self._deltas.get(uid))
-                        speed = f"{tokens / max(bar.tasks[task].elapsed or 0.0, 1e-9):.0f} tok/s"
-                        bar.update(task, completed=len(uids) - len(unfinished) - _num_choices(queue), speed=speed)
+                        last = self._deltas[uid][-1]
+                        if last.error is not None:
+                            raise _error(last.error)
+                        num_ended += 1
+                        num_tokens += last.completion_tokens
+                        speed = f"{num_tokens / max(bar.tasks[task].elapsed or 0.0, 1e-9):.0f} tok/s"
+                        bar.update(task, completed=num_ended, speed=speed)
             return [_output([self._deltas[uid] for uid in job.uids], self._prompt_tokens[job.uids[0]]) for job in jobs]
         finally:
             self._forget(uids)
@@ -346,10 +347,6 @@ def _packed(token_ids: Sequence[int]) -> bytes:
         return pack_ids(token_ids)
     except (OverflowError, TypeError) as error:
         raise InvalidRequest(f"prompt token ids must be whole numbers below 2**31: {error}", "prompt") from None
-
-
-def _num_choices(jobs: Iterable[TokenizeJob]) -> int:
-    return sum(len(job.uids) for job in jobs)
 
 
 def _output(choices: Iterable[Iterable[TextDelta]], prompt_tokens: int) -> Output:

@@ -80,10 +80,11 @@ class StepPlan:
             numbers.extend((row.uid, row.slot, row.start, row.length, row.is_sampled))
             numbers.extend((-1,) if row.token_ids is None else row.token_ids)
         for opening in self.openings:
-            numbers.extend((-2, opening.slot, opening.uid, opening.prompt_len))
+            numbers.extend((-2, opening.slot, opening.uid, opening.prompt_len, *opening.blocked_ids))
         for update in self.page_updates:
             numbers.extend((-3, update.slot, update.first, *update.pages))
-        return hashlib.blake2b(numbers.tobytes(), digest_size=16).hexdigest()
+        params = msgspec.msgpack.encode([opening.params for opening in self.openings])
+        return hashlib.blake2b(numbers.tobytes() + params, digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from tokenmill.config import ResolvedConfig
-from tokenmill.errors import Overloaded, RequestTooLong
+from tokenmill.errors import InvalidRequest, Overloaded, RequestTooLong
 from tokenmill.sched import policy
 from tokenmill.sched.cache import PrefixCache
 from tokenmill.sched.plan import PageUpdate, Row, SlotOpening, StepPlan, StepResult
@@ -88,10 +88,15 @@ class Scheduler:
         """Put a request into the queue.
 
         Raises:
+            InvalidRequest: it has no prompt, or its uid is taken.
             RequestTooLong: it could never run, even alone.
             Overloaded: the queue is full.
         """
         config = self.config
+        if request.prompt_len < 1:
+            raise InvalidRequest("the prompt is empty: it has no tokens", "prompt")
+        if request.uid in self._requests:
+            raise InvalidRequest(f"request {request.uid} is already here: give each request an id of its own")
         if request.max_len > min(config.max_model_len, config.pool_tokens) or request.prompt_len >= request.max_len:
             raise RequestTooLong(
                 f"{request.prompt_len} prompt tokens and {request.max_len - request.prompt_len} output tokens do not "
@@ -233,15 +238,15 @@ class Scheduler:
             if pages is not None:
                 self._updates.append(PageUpdate(request.slot, first, tuple(pages)))
                 return True
-            if not may_retract:
+            # Requests that left, but are named by a step in flight, give their pages back when it is committed.
+            if not may_retract or self.num_running > len(self._running):
                 return False
             victim = min(self._running, key=policy.newest_first)
             self._running.remove(victim)
             victim.status = Status.RETRACTING
             self.counters.retractions += 1
-            is_idle = not victim.num_in_flight
             self._release_when_idle(victim)
-            if victim is request or not is_idle:
+            if victim is request:
                 return False
 
     def _admit(self, request: Request) -> bool:
