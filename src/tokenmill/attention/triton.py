@@ -1,0 +1,164 @@
+"""Paged attention in Triton: decode rows, prefill rows and long prefill rows each in the way that suits them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from tokenmill.attention.base import KVCache, RowLayout
+from tokenmill.attention.triton_decode import DecodeScratch, choose_splits, decode_attention, make_scratch
+from tokenmill.attention.triton_prefill import (
+    WORK_COLUMNS,
+    PrefillRow,
+    can_gather,
+    gathered_attention,
+    make_work,
+    prefill_attention,
+    prefill_settings,
+)
+
+ALIGNED_INTS = 4  # tables start at multiples of 16 bytes: kernels are compiled anew for other alignments
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """Rows of one query each."""
+
+    tokens: Tensor | None  # [rows] int32, into the step's tokens; None: row i is token i
+    slots: Tensor  # [rows] int32
+    positions: Tensor  # [rows] int32
+    num_splits: int
+    scratch: DecodeScratch | None
+
+
+@dataclass(frozen=True, slots=True)
+class TritonMetadata:
+    """What is the same for all layers."""
+
+    page_table: Tensor  # [slots, pages]
+    page_size: int
+    decode: DecodeRows | None
+    work: Tensor | None  # [items, 4] int32
+    gathered: tuple[PrefillRow, ...]
+
+
+class TritonAttention:
+    """`attention.base.AttentionBackend` in Triton, and in cuDNN for rows of `gather_from` queries or more.
+
+    Args:
+        scale: multiplies the scores.
+        num_heads, num_kv_heads: of this rank.
+        dtype: of queries, keys and values.
+        num_sms: multiprocessors of the device.
+        gather_from: shortest row for cuDNN, which takes no float32 and no heads over 128 dimensions.
+        pdl: launch decode kernels while the kernel before still runs (needs compute capability 9).
+    """
+
+    name = "triton"
+
+    def __init__(
+        self,
+        *,
+        scale: float,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        num_sms: int,
+        gather_from: int = 2048,
+        pdl: bool = False,
+    ) -> None:
+        self._scale, self._pdl = scale, pdl
+        self._num_heads, self._num_kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
+        self._num_sms = num_sms
+        self._gather_from = max(2, gather_from) if can_gather(head_dim, dtype) else sys.maxsize
+        group = num_heads // num_kv_heads
+        self._block_queries = prefill_settings(group, head_dim, dtype.itemsize).block_m // group
+
+    def make_scratch(self, max_rows: int, device: torch.device) -> DecodeScratch:
+        """Scratch for `plan_decode` of any number of rows up to `max_rows`."""
+        return make_scratch(max_rows, self._num_heads, self._num_kv_heads, self._head_dim, self._num_sms, device)
+
+    def plan(self, layout: RowLayout, page_table: Tensor, page_size: int) -> TritonMetadata:
+        """See `AttentionBackend.plan`. At most one copy to the device, and no wait for it."""
+        ends = accumulate(layout.lengths)
+        columns = zip(layout.slots, layout.starts, layout.lengths, ends, strict=True)
+        rows = [PrefillRow(end - length, slot, start, length) for slot, start, length, end in columns]
+        singles = sorted((row for row in rows if row.length == 1), key=lambda row: row.start, reverse=True)
+        gathered = tuple(row for row in rows if row.length >= self._gather_from)
+        work = make_work((row for row in rows if 1 < row.length < self._gather_from), self._block_queries)
+        tokens, slots, positions, items = _to_device(
+            (
+                [row.first_token for row in singles],
+                [row.slot for row in singles],
+                [row.start for row in singles],
+                [number for item in work for number in item],
+            ),
+            page_table.device,
+        )
+        return TritonMetadata(
+            page_table=page_table,
+            page_size=page_size,
+            decode=self._plan_rows(tokens, slots, positions, page_table.device) if singles else None,
+            work=items.view(-1, WORK_COLUMNS) if work else None,
+            gathered=gathered,
+        )
+
+    def plan_decode(
+        self, slots: Tensor, positions: Tensor, page_table: Tensor, page_size: int, scratch: DecodeScratch
+    ) -> TritonMetadata:
+        """Metadata of a step of decode rows only, over tensors whose contents may change from replay to replay.
+
+        Args:
+            slots, positions: [rows] int32; row i is token i. Rows read fastest when long contexts come first.
+            scratch: of `make_scratch`; steps that share it run one after the other.
+        """
+        splits = choose_splits(slots.shape[0], self._num_kv_heads, self._num_sms)
+        return TritonMetadata(page_table, page_size, DecodeRows(None, slots, positions, splits, scratch), None, ())
+
+    def run(self, query: Tensor, kv: KVCache, layer: int, metadata: TritonMetadata) -> Tensor:
+        """See `AttentionBackend.run`."""
+        keys, values = kv.keys[layer], kv.values[layer]  # [kv_slots, kv_heads, head_dim]
+        table, page_size = metadata.page_table, metadata.page_size
+        if len(metadata.gathered) == 1 and metadata.gathered[0].length == query.shape[0]:
+            return gathered_attention(
+                query, keys, values, table, metadata.gathered[0], page_size=page_size, scale=self._scale
+            )
+        out = query.new_empty(query.shape)  # [tokens, heads, head_dim]
+        for row in metadata.gathered:
+            out[row.first_token : row.first_token + row.length] = gathered_attention(
+                query, keys, values, table, row, page_size=page_size, scale=self._scale
+            )
+        if metadata.work is not None:
+            prefill_attention(query, keys, values, table, metadata.work, out, page_size=page_size, scale=self._scale)
+        if metadata.decode is not None:
+            rows = metadata.decode
+            decode_attention(
+                query, keys, values, table, rows.slots, rows.positions, out, rows.scratch, page_size=page_size,
+                scale=self._scale, num_splits=rows.num_splits, tokens=rows.tokens, pdl=self._pdl,
+            )  # fmt: skip
+        return out
+
+    def _plan_rows(self, tokens: Tensor, slots: Tensor, positions: Tensor, device: torch.device) -> DecodeRows:
+        rows = slots.shape[0]
+        splits = choose_splits(rows, self._num_kv_heads, self._num_sms)
+        scratch = self.make_scratch(rows, device) if splits > 1 else None
+        return DecodeRows(tokens, slots, positions, splits, scratch)
+
+
+def _to_device(lists: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
+    """The lists as int32 tensors, carried over by one copy."""
+    flat: list[int] = []
+    places: list[slice] = []
+    for numbers in lists:
+        places.append(slice(len(flat), len(flat) + len(numbers)))
+        flat.extend(numbers)
+        flat.extend([0] * (-len(flat) % ALIGNED_INTS))
+    # The pinned memory is kept until the copy is done by torch's allocator, which notes the stream that reads it.
+    packed = torch.tensor(flat, dtype=torch.int32, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    return [packed[place] for place in places]

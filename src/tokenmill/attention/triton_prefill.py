@@ -1,0 +1,266 @@
+"""Paged causal attention of rows of many queries.
+
+One Triton launch serves rows of any lengths, each on top of its own past. A long row may instead gather its pages and
+use cuDNN, which is faster from a few thousand tokens on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokenmill.attention.triton_decode import LOG2_E, padded_dim
+
+WORK_COLUMNS = 4
+BUCKET = 512  # cuDNN makes a plan for each new shape, so that shapes are rounded up to whole buckets
+MAX_GATHERED_DIM = 128
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRow:
+    """Neighbouring queries of one slot: positions start .. start + length - 1, from token `first_token` of the step."""
+
+    first_token: int
+    slot: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSettings:
+    """Sizes of a program's tile: (queries times grouped heads) by positions, and how it is compiled."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def prefill_settings(group: int, head_dim: int, element_size: int) -> PrefillSettings:
+    """Measured on an H200 for 128 dimensions of bfloat16; larger tiles are cut to what shared memory holds."""
+    least = max(16, int(triton.next_power_of_2(group)))
+    if element_size > 2:
+        return PrefillSettings(max(32, least), 32, 4, 2)
+    if padded_dim(head_dim) > 128:
+        return PrefillSettings(max(128, least), 64, 8, 2)
+    return PrefillSettings(max(128, least), 64, 4, 3)
+
+
+def make_work(rows: Iterable[PrefillRow], block_queries: int) -> list[tuple[int, int, int, int]]:
+    """The programs' work, heaviest first: (first token, slot, first position, queries of at most `block_queries`)."""
+    work = [
+        (row.first_token + done, row.slot, row.start + done, min(block_queries, row.length - done))
+        for row in rows
+        for done in range(0, row.length, block_queries)
+    ]
+    return sorted(work, key=lambda item: item[2] + item[3], reverse=True)
+
+
+def prefill_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    page_table: Tensor,
+    work: Tensor,
+    out: Tensor,
+    *,
+    page_size: int,
+    scale: float,
+) -> None:
+    """Causal attention of all the queries that `work` names.
+
+    Args:
+        query: [tokens, heads, head_dim]; the last two dimensions are dense.
+        keys, values: [kv_slots, kv_heads, head_dim] of one layer; the last two dimensions are dense.
+        page_table: [slots, pages] int32 or int64.
+        work: [items, 4] int32 from `make_work` with `settings.block_m // group` queries.
+        out: like query; only the named tokens are written.
+    """
+    heads, head_dim, kv_heads = query.shape[1], query.shape[2], keys.shape[1]
+    if not work.shape[0]:
+        return
+    settings = prefill_settings(heads // kv_heads, head_dim, query.element_size())
+    _attend[(kv_heads, work.shape[0])](
+        query, keys, values, page_table, work, out,
+        scale * LOG2_E, page_table.stride(0), query.stride(0), keys.stride(0), values.stride(0), out.stride(0),
+        GROUP=heads // kv_heads, HEAD_DIM=head_dim, BLOCK_D=padded_dim(head_dim), PAGE_SIZE=page_size,
+        BLOCK_M=settings.block_m, BLOCK_N=settings.block_n, COLUMNS=WORK_COLUMNS,
+        num_warps=settings.num_warps, num_stages=settings.num_stages,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def _attend(
+    query, keys, values, page_table, work, out,
+    scale, table_stride, query_stride, key_stride, value_stride, out_stride,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    kv_head, item = tl.program_id(0), work + tl.program_id(1) * COLUMNS
+    first_token, slot = tl.load(item).to(tl.int64), tl.load(item + 1).to(tl.int64)
+    first, count = tl.load(item + 2), tl.load(item + 3)
+    context = first + count
+    members, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    steps, heads = members // GROUP, kv_head * GROUP + members % GROUP  # a query's grouped heads stand together
+    has_dim = dims < HEAD_DIM
+    is_output = (steps < count)[:, None] & has_dim[None, :]
+    tokens = first_token + steps
+    places = heads[:, None] * HEAD_DIM + dims[None, :]
+    q = tl.load(query + (tokens * query_stride)[:, None] + places, mask=is_output, other=0.0)  # [member, dim]
+    table = page_table + slot * table_stride
+    keys += kv_head * HEAD_DIM
+    values += kv_head * HEAD_DIM
+    mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    largest = tl.full([BLOCK_M], -1e30, tl.float32)  # finite: infinity minus infinity is no number
+    total = tl.zeros([BLOCK_M], tl.float32)
+    open_end = (first + 1) // BLOCK_N * BLOCK_N  # all queries see all positions before it
+    for begin in range(0, open_end, BLOCK_N):
+        mixed, largest, total = _attend_block(
+            mixed, largest, total, q, keys, values, table, begin, context, first + steps, scale, key_stride,
+            value_stride, False, HEAD_DIM, BLOCK_D, BLOCK_N, PAGE_SIZE,
+        )  # fmt: skip
+    for begin in range(open_end, context, BLOCK_N):
+        mixed, largest, total = _attend_block(
+            mixed, largest, total, q, keys, values, table, begin, context, first + steps, scale, key_stride,
+            value_stride, True, HEAD_DIM, BLOCK_D, BLOCK_N, PAGE_SIZE,
+        )  # fmt: skip
+    mixed = mixed / total[:, None]
+    tl.store(out + (tokens * out_stride)[:, None] + places, mixed.to(out.dtype.element_ty), mask=is_output)
+
+
+@triton.jit
+def _attend_block(
+    mixed, largest, total, q, keys, values, table, begin, context, positions, scale, key_stride, value_stride,
+    IS_MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+):  # fmt: skip
+    """One step of the running softmax. Unmasked blocks stand before every query: all their slots are written."""
+    dims = tl.arange(0, BLOCK_D)
+    place = begin + tl.arange(0, BLOCK_N)
+    is_written = place < context
+    has_dim = dims < HEAD_DIM
+    if PAGE_SIZE % BLOCK_N == 0:
+        page = tl.load(table + begin // PAGE_SIZE).to(tl.int64)
+    elif IS_MASKED:
+        page = tl.load(table + place // PAGE_SIZE, mask=is_written, other=0).to(tl.int64)
+    else:
+        page = tl.load(table + place // PAGE_SIZE).to(tl.int64)
+    kv_slot = page * PAGE_SIZE + place % PAGE_SIZE  # [n]
+    key_places = keys + (kv_slot * key_stride)[None, :] + dims[:, None]
+    value_places = values + (kv_slot * value_stride)[:, None] + dims[None, :]
+    if IS_MASKED:
+        k = tl.load(key_places, mask=is_written[None, :] & has_dim[:, None], other=0.0)  # [dim, n]
+    elif HEAD_DIM == BLOCK_D:
+        k = tl.load(key_places)
+    else:
+        k = tl.load(key_places, mask=has_dim[:, None], other=0.0)
+    scores = tl.dot(q, k, input_precision="ieee")  # [member, n]
+    if IS_MASKED:
+        scores = tl.where(positions[:, None] >= place[None, :], scores, float("-inf"))
+    new_largest = tl.maximum(largest, tl.max(scores, 1) * scale)
+    weights = tl.exp2(scores * scale - new_largest[:, None])
+    shrink = tl.exp2(largest - new_largest)
+    total = total * shrink + tl.sum(weights, 1)
+    if IS_MASKED:
+        v = tl.load(value_places, mask=is_written[:, None] & has_dim[None, :], other=0.0)  # [n, dim]
+    elif HEAD_DIM == BLOCK_D:
+        v = tl.load(value_places)
+    else:
+        v = tl.load(value_places, mask=has_dim[None, :], other=0.0)
+    mixed = tl.dot(weights.to(v.dtype), v, mixed * shrink[:, None], input_precision="ieee")
+    return mixed, new_largest, total
+
+
+def can_gather(head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether cuDNN computes attention of such heads."""
+    return dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= MAX_GATHERED_DIM
+
+
+def gathered_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    page_table: Tensor,
+    row: PrefillRow,
+    *,
+    page_size: int,
+    scale: float,
+    bucket: int = BUCKET,
+) -> Tensor:
+    """Causal attention of one row over a dense copy of its K and V.
+
+    Whole buckets of the past are seen by every query. The rest of the past and the row's own tokens form a causal
+    square, with empty queries before and behind the row's. Both results are merged by their softmax sums.
+
+    Args:
+        query, keys, values, page_table: as in `prefill_attention`.
+
+    Returns:
+        [row.length, heads, head_dim].
+    """
+    past = row.start // bucket * bucket
+    size = -(-(row.start + row.length - past) // bucket) * bucket
+    front, context = row.start - past, row.start + row.length
+    own = slice(front, front + row.length)
+    pages = page_table[row.slot, : -(-context // page_size)]
+    key, value = (
+        _gather(pool, pages, page_size, context, past + size).transpose(0, 1)[None] for pool in (keys, values)
+    )  # [1, kv_heads, past + size, head_dim]
+    padded = query[row.first_token : row.first_token + row.length]
+    if size != row.length:
+        padded = query.new_empty((size, *query.shape[1:]))
+        padded[:front] = 0
+        padded[own] = query[row.first_token : row.first_token + row.length]
+        padded[own.stop :] = 0
+    padded = padded.transpose(0, 1)[None]  # [1, heads, size, head_dim]
+    mixed, sums = _dense(padded, key[:, :, past:], value[:, :, past:], scale, is_causal=True, needs_sums=past > 0)
+    mixed = mixed[0, :, own]
+    if past:
+        distant, distant_sums = _dense(
+            padded, key[:, :, :past], value[:, :, :past], scale, is_causal=False, needs_sums=True
+        )
+        share = (distant_sums - sums)[:, own].sigmoid().to(mixed.dtype)  # [heads, length]
+        mixed = torch.lerp(mixed, distant[0, :, own], share.unsqueeze(2))
+    return mixed.transpose(0, 1)
+
+
+def _gather(pool: Tensor, pages: Tensor, page_size: int, context: int, size: int) -> Tensor:
+    """[size, kv_heads, head_dim], zero from `context` on: a weight of zero does not silence what was never written."""
+    dense = pool.new_empty((max(size, pages.shape[0] * page_size), *pool.shape[1:]))
+    whole = dense[: pages.shape[0] * page_size].unflatten(0, (-1, page_size))
+    torch.index_select(pool.unflatten(0, (-1, page_size)), 0, pages, out=whole)
+    dense[context:].zero_()
+    return dense[:size]
+
+
+def _dense(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, *, is_causal: bool, needs_sums: bool
+) -> tuple[Tensor, Tensor]:
+    """Attention of [1, heads, queries, head_dim], and its softmax sums' natural logarithms [heads, queries] float32."""
+    if not query.is_cuda:
+        return dense_attention(query, key, value, scale, is_causal=is_causal)
+    attend = torch.ops.aten._scaled_dot_product_cudnn_attention
+    mixed, log_sums, *_ = attend(query, key, value, None, needs_sums, 0.0, is_causal, False, scale=scale)
+    return mixed, log_sums.view(query.shape[1:3]) if needs_sums else log_sums
+
+
+def dense_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, *, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """The plain twin of cuDNN's attention: results and natural logarithms of the softmax sums.
+
+    Args:
+        query: [1, heads, queries, head_dim].
+        key, value: [1, kv_heads, positions, head_dim].
+    """
+    group = query.shape[1] // key.shape[1]
+    key, value = (x.float().repeat_interleave(group, 1) for x in (key, value))
+    scores = query.float() @ key.transpose(2, 3) * scale  # [1, heads, queries, positions]
+    if is_causal:
+        scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
+    return (scores.softmax(3) @ value).to(query.dtype), scores.logsumexp(3)[0]
