@@ -1,0 +1,252 @@
+"""The scheduler at its borders: pools of one request, retraction, aborts in flight, what is refused."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from tests.sched.support import make_config
+from tokenmill.engine.fake import FakeEngine, FakeHandle, next_token
+from tokenmill.errors import InvalidRequest, Overloaded, RequestTooLong
+from tokenmill.sched.plan import StepPlan
+from tokenmill.sched.request import Request, Status
+from tokenmill.sched.scheduler import Scheduler
+from tokenmill.types import FinishReason, SamplingParams
+
+VOCABULARY = 50
+
+
+def continuation(prompt, count):
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens, VOCABULARY))
+    return tokens[len(prompt) :]
+
+
+def request_for(uid, prompt, output, end_ids=(), **params):
+    ids = array("i", prompt)
+    return Request(uid, ids, len(ids), len(ids) + output, SamplingParams(**params), frozenset(end_ids))
+
+
+class Run:
+    """A scheduler and a fake engine with up to `depth` plans out."""
+
+    def __init__(self, depth=1, **changes):
+        self.depth = depth
+        self.config = make_config(**changes)
+        self.scheduler = Scheduler(self.config)
+        self.engine = FakeEngine(self.config, VOCABULARY)
+        self.flights: list[tuple[StepPlan, FakeHandle]] = []
+        self.plans: list[StepPlan] = []
+        self.tokens: dict[int, list[int]] = {}
+        self.endings: list[tuple[int, FinishReason]] = []
+
+    def add(self, uid, prompt, output, **options):
+        request = request_for(uid, prompt, output, **options)
+        self.scheduler.add(request)
+        return request
+
+    def plan(self):
+        plan = self.scheduler.plan()
+        if plan is not None:
+            self.plans.append(plan)
+            self.flights.append((plan, self.engine.launch(plan)))
+        self.scheduler.check()
+        return plan
+
+    def commit(self):
+        plan, handle = self.flights.pop(0)
+        outcome = self.scheduler.commit(plan, handle.wait())
+        for uid, token in outcome.tokens:
+            self.tokens.setdefault(uid, []).append(token)
+        self.endings += [(ending.uid, ending.reason) for ending in outcome.finished]
+        self.scheduler.check()
+
+    def turn(self):
+        plan = self.plan()
+        if self.flights and (plan is None or len(self.flights) == self.depth):
+            self.commit()
+
+    def finish(self):
+        for _ in range(10_000):
+            if not self.scheduler.has_work:
+                assert self.scheduler.cache.num_available == self.config.num_pages
+                return
+            self.turn()
+        raise AssertionError("requests are left")
+
+
+depths = pytest.mark.parametrize("depth", [1, 2])
+policies = pytest.mark.parametrize("policy", ["mixed", "prefill-first"])
+
+
+@depths
+@policies
+@pytest.mark.parametrize(("page_size", "num_pages"), [(1, 24), (3, 8), (24, 1), (5, 5)])
+@pytest.mark.parametrize("cached", [True, False])
+def test_requests_that_each_need_the_whole_pool_run_one_by_one(depth, policy, page_size, num_pages, cached):
+    run = Run(
+        depth,
+        page_size=page_size,
+        num_pages=num_pages,
+        max_running=2,
+        prefill_budget=1,
+        batch_policy=policy,
+        prefix_cache=cached,
+    )
+    pool = page_size * num_pages
+    for uid, length in enumerate((pool - 1, 1, pool // 2)):
+        run.add(uid, [uid] * length, pool - length)
+    run.finish()
+    for uid, length in enumerate((pool - 1, 1, pool // 2)):
+        assert run.tokens[uid] == continuation([uid] * length, pool - length)
+    assert [uid for uid, _ in run.endings] == [0, 1, 2]
+
+
+def test_what_can_never_run_is_refused_at_the_door():
+    run = Run(num_pages=4, max_waiting=2)
+    with pytest.raises(RequestTooLong, match="16 tokens"):
+        run.add(0, [1] * 10, 7)
+    with pytest.raises(InvalidRequest, match="empty"):
+        run.add(0, [], 7)
+    run.add(0, [1] * 10, 6)
+    with pytest.raises(InvalidRequest, match="already"):
+        run.add(0, [1], 1)
+    run.add(1, [1], 1)
+    with pytest.raises(Overloaded, match="2 requests"):
+        run.add(2, [1], 1)
+    run.finish()
+    assert sorted(run.tokens) == [0, 1]
+
+
+def test_nobody_is_retracted_for_pages_that_come_back_with_the_step_in_flight():
+    """Request 0 ends by its end id; only the row that was planned ahead still holds the page that 1 needs."""
+    run = Run(depth=2, page_size=1, num_pages=5, prefix_cache=False)
+    run.add(0, [0, 0], 3, end_ids=continuation([0, 0], 1))
+    run.add(1, [1], 3)
+    run.finish()
+    assert run.tokens == {0: continuation([0, 0], 1), 1: continuation([1], 3)}
+    assert run.scheduler.counters.retractions == 0
+
+
+@depths
+def test_the_newest_request_is_retracted_and_keeps_its_tokens(depth):
+    run = Run(depth, page_size=1, num_pages=20, max_running=3)
+    old, new = run.add(0, [0] * 5, 12), run.add(1, [1] * 5, 12)
+    while not run.scheduler.counters.retractions:
+        run.turn()
+    assert old.status is Status.RUNNING
+    assert new.status in (Status.RETRACTING, Status.WAITING)
+    kept = new.token_ids.tolist()
+    assert len(kept) > 5
+    run.finish()
+    assert new.token_ids.tolist()[: len(kept)] == kept
+    assert run.tokens == {uid: continuation([uid] * 5, 12) for uid in (0, 1)}
+    assert [uid for uid, _ in run.endings] == [0, 1]
+    assert new.cached_len == 0
+
+
+def test_abort_of_a_request_that_is_being_retracted():
+    run = Run(depth=2, page_size=1, num_pages=20, max_running=3)
+    run.add(0, [0] * 5, 12)
+    new = run.add(1, [1] * 5, 12)
+    while new.status is not Status.RETRACTING:
+        if len(run.flights) == 2:
+            run.commit()
+        run.plan()
+    assert run.scheduler.abort(1)
+    assert not run.scheduler.abort(1)
+    run.finish()
+    assert run.tokens[0] == continuation([0] * 5, 12)
+    assert [uid for uid, _ in run.endings] == [0]
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_pages_of_an_aborted_request_stay_until_its_steps_are_done(in_flight):
+    run = Run(depth=2, page_size=1, num_pages=8, prefix_cache=False)
+    request = run.add(0, [1, 2, 3], 5)
+    for _ in range(in_flight):
+        run.plan()
+    pages = set(request.lease.pages)
+    assert run.scheduler.abort(0)
+    for _ in range(in_flight):
+        assert pages.isdisjoint(run.scheduler.cache.free_pages())
+        run.commit()
+    assert pages <= set(run.scheduler.cache.free_pages())
+    assert not run.scheduler.has_work
+    assert (run.tokens, run.endings) == ({}, [])
+
+
+def test_abort_after_the_end_does_nothing():
+    run = Run(depth=2)
+    run.add(0, [1, 2], 9, end_ids=continuation([1, 2], 1))
+    run.plan()
+    run.plan()
+    run.commit()
+    assert run.endings == [(0, FinishReason.STOP)]
+    assert run.scheduler.has_work
+    assert not run.scheduler.abort(0)
+    run.finish()
+    assert not run.scheduler.abort(0)
+    assert len(run.endings) == 1
+
+
+def test_a_slot_is_opened_anew_for_each_request_with_all_its_pages():
+    run = Run(max_running=1)
+    for uid in range(3):
+        run.add(uid, [7] * 9, 3, seed=uid)
+    run.finish()
+    openings = [opening for plan in run.plans for opening in plan.openings]
+    assert [(opening.slot, opening.uid, opening.params.seed) for opening in openings] == [(0, 0, 0), (0, 1, 1), (0, 2, 2)]
+    assert run.scheduler.counters.cached_tokens == 2 * 8
+
+
+@policies
+def test_decode_rows_are_not_starved_by_prompts(policy):
+    run = Run(num_pages=1000, max_running=50, prefill_budget=4, batch_policy=policy)
+    run.add(0, [1], 20)
+    for uid in range(1, 40):
+        run.add(uid, [uid] * 30, 1)
+    for _ in range(45):
+        run.turn()
+    assert len(run.tokens[0]) == 20
+
+
+def test_end_ids_are_blocked_only_for_those_that_ask():
+    run = Run()
+    run.add(0, [1], 3, end_ids=[9, 4], stop_token_ids=[7, 4], min_tokens=2)
+    run.add(1, [2], 3, end_ids=[9])
+    plan = run.plan()
+    assert [opening.blocked_ids for opening in plan.openings] == [(4, 7, 9), ()]
+
+
+def test_the_digest_sees_everything_that_decides_a_step():
+    def digest(prompt=(1, 2, 3), **options):
+        run = Run()
+        run.add(0, prompt, 3, **options)
+        return run.plan().digest()
+
+    digests = [
+        digest(),
+        digest(prompt=(1, 2, 4)),
+        digest(prompt=(1, 2)),
+        digest(seed=5),
+        digest(min_tokens=1),
+        digest(min_tokens=1, end_ids=[4]),
+        digest(min_tokens=1, end_ids=[5]),
+        digest(logit_bias={5: 1.0}),
+    ]
+    assert len(set(digests)) == len(digests)
+    assert digest() == digest()
+
+
+def test_a_queue_behind_a_large_request_waits_but_is_not_lost():
+    run = Run(page_size=1, num_pages=40, max_running=4)
+    run.add(0, [0] * 10, 10)
+    run.add(1, [1] * 35, 5)
+    run.add(2, [2] * 2, 2)
+    run.turn()
+    assert (run.scheduler.num_running, run.scheduler.num_waiting) == (1, 2)
+    run.finish()
+    assert sorted(run.tokens) == [0, 1, 2]
