@@ -198,7 +198,11 @@ def test_a_slot_is_opened_anew_for_each_request_with_all_its_pages():
         run.add(uid, [7] * 9, 3, seed=uid)
     run.finish()
     openings = [opening for plan in run.plans for opening in plan.openings]
-    assert [(opening.slot, opening.uid, opening.params.seed) for opening in openings] == [(0, 0, 0), (0, 1, 1), (0, 2, 2)]
+    assert [(opening.slot, opening.uid, opening.params.seed) for opening in openings] == [
+        (0, 0, 0),
+        (0, 1, 1),
+        (0, 2, 2),
+    ]
     assert run.scheduler.counters.cached_tokens == 2 * 8
 
 

@@ -22,7 +22,7 @@ PROBE_TRIALS = 5
 
 
 def measure_hardware() -> HardwareInfo:
-    """Look at this machine: threads allowed, memory free, and the faster dtype for products (takes a tenth of a second)."""
+    """Look at this machine (a tenth of a second): threads allowed, memory free, the faster dtype for products."""
     threads = _allowed_threads()
     torch.set_num_threads(1)  # threads that wait for one another would measure what else runs
     fastest = _fastest_dtype()
