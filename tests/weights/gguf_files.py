@@ -16,6 +16,7 @@ from torch import Tensor
 from tests.support.tiny_models import random_llama_tensors
 
 SIZES: dict[str, Any] = {
+    "model_type": "llama",
     "vocab_size": 40,
     "hidden_size": 64,
     "intermediate_size": 96,
