@@ -254,3 +254,35 @@ def test_a_queue_behind_a_large_request_waits_but_is_not_lost():
     assert (run.scheduler.num_running, run.scheduler.num_waiting) == (1, 2)
     run.finish()
     assert sorted(run.tokens) == [0, 1, 2]
+
+
+@depths
+@policies
+def test_nobody_is_retracted_when_all_output_is_reserved(depth, policy):
+    run = Run(depth, num_pages=20, max_running=8, prefill_budget=9, batch_policy=policy, reserve_ratio=1.0)
+    for uid in range(12):
+        run.add(uid, [uid] * (3 + uid), 10 + 2 * uid)
+    most = 0
+    while run.scheduler.has_work:
+        run.turn()
+        most = max(most, run.scheduler.num_running)
+    assert run.scheduler.counters.retractions == 0
+    assert most > 2
+    assert run.tokens == {uid: continuation([uid] * (3 + uid), 10 + 2 * uid) for uid in range(12)}
+
+
+@depths
+def test_a_prompt_is_shared_as_soon_as_it_is_computed_and_not_computed_again(depth):
+    run = Run(depth, page_size=1)
+    first = run.add(0, [1] * 12, 9)
+    while not run.tokens:
+        run.turn()
+    before = run.engine.num_computed
+    second, third = run.add(1, [1] * 12 + [2] * 3, 1), run.add(2, [1] * 12, 1)
+    while 2 not in run.tokens:
+        run.turn()
+    assert first.status is not Status.FINISHED
+    assert (second.cached_len, third.cached_len) == (12, 11)
+    assert sum(row.length for plan in run.plans for row in plan.rows if row.uid) == 3 + 1
+    assert run.engine.num_computed - before < 12
+    run.finish()

@@ -84,6 +84,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         if plan is not None:
             assert sum(row.length for row in plan.rows if row.length > 1) <= self.config.prefill_budget
             assert len({row.slot for row in plan.rows}) == len(plan.rows)
+            for row in plan.rows:
+                request = self.scheduler._requests[row.uid]
+                assert row.start + row.length < request.max_len, "the last token needs no K/V"
+                assert row.start >= request.lease.shared * self.config.page_size, "a row writes to the tree's pages"
             self.flights.append((plan, self.engine.launch(plan)))
             for update in plan.page_updates:
                 table = self.page_table.setdefault(update.slot, {})
@@ -123,6 +127,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def owners_are_right(self):
         if hasattr(self, "scheduler"):
             self.scheduler.check()
+            assert not self.scheduler.counters.retractions or self.config.reserve_ratio < 1
             for pages in self.named.values():
                 assert pages.isdisjoint(self.scheduler.cache.free_pages()), "a page in flight is free"
 

@@ -250,13 +250,12 @@ class Scheduler:
                 return False
 
     def _admit(self, request: Request) -> bool:
-        """Give a waiting request a slot, if its prompt fits beside what the running ones will need."""
+        """Give a waiting request a slot, if it fits beside what the running ones are expected to take."""
         token_ids = request.token_ids.tobytes()
         hit, from_available = self.cache.hit(token_ids, request.salt)
-        needed = self.cache.num_pages_for(request.total_len + 1) - hit // self.config.page_size + from_available
-        if self._running and needed + self._reserved_pages() > self.cache.num_available:
-            return False
-        if needed > self.cache.num_available:
+        needed = self._expected_pages(request) - hit // self.config.page_size + from_available
+        reserved = sum(self._expected_pages(other) - len(other.lease.pages) for other in self._running)
+        if needed + reserved > self.cache.num_available:
             return False
         self._waiting.pop(0)
         request.lease = self.cache.open(request.uid, token_ids, request.salt)
@@ -275,13 +274,10 @@ class Scheduler:
             self._updates.append(PageUpdate(request.slot, 0, tuple(request.lease.pages)))
         return True
 
-    def _reserved_pages(self) -> int:
-        """Pages that running requests are expected to take still: prompts in full, outputs by the ratio."""
-        pages = 0
-        for request in self._running:
-            output = int(min(max(request.num_remaining, 0), MAX_RESERVED_OUTPUT) * self.config.reserve_ratio)
-            pages += self.cache.num_pages_for(request.expected_len + output) - len(request.lease.pages)
-        return pages
+    def _expected_pages(self, request: Request) -> int:
+        """Pages that a request is expected to take in all: prompt in full, output by the ratio, but a token at least."""
+        output = int(min(request.num_remaining, MAX_RESERVED_OUTPUT) * self.config.reserve_ratio)
+        return self.cache.num_pages_for(request.expected_len + min(request.num_remaining, max(output, 1)))
 
     def _append(self, request: Request, token: int, outcome: Outcome) -> None:
         request.token_ids.append(token)
