@@ -96,11 +96,21 @@ def test_only_named_tokens_are_written() -> None:
     out = torch.full_like(case.query, 7.0)
     work = torch.tensor(make_work(prefill_rows(case)[1:2], 1), dtype=torch.int32, device=DEVICE)
     prefill_attention(
-        case.query, case.kv.keys[1], case.kv.values[1], case.table, work, out, page_size=3, scale=case.scale
+        case.query, case.kv.keys[1], case.kv.values[1], case.table.long(), work, out, page_size=3, scale=case.scale
     )
     assert (out[:3] == 7).all()
     assert (out[7:] == 7).all()
     torch.testing.assert_close(out[3:7].cpu().double(), case.expected()[3:7], atol=2e-5, rtol=2e-5)
+
+
+def test_strides_apart_are_refused() -> None:
+    case = Paged([(0, 3)])
+    wide = torch.stack((case.kv.values, case.kv.values), 2)
+    with pytest.raises(ValueError, match="equal strides"):
+        prefill_attention(
+            case.query, case.kv.keys[1], wide[1, :, 0], case.table, torch.zeros((1, 4), dtype=torch.int32),
+            torch.empty_like(case.query), page_size=4, scale=1.0,
+        )  # fmt: skip
 
 
 @given(

@@ -116,7 +116,7 @@ def decode_settings(rows: int, head_dim: int, element_size: int) -> tuple[int, i
     most = max(16, BLOCK_BYTES // (padded_dim(head_dim) * element_size))
     if rows >= MANY_ROWS:
         return min(128, 2 * most), 4, 3
-    return min(64, most), 2, 3
+    return min(64, most), 2 if element_size == 2 else 4, 3
 
 
 def padded_dim(head_dim: int) -> int:

@@ -19,6 +19,7 @@ from tokenmill.attention.triton_decode import LOG2_E, padded_dim
 WORK_COLUMNS = 4
 BUCKET = 512  # cuDNN makes a plan for each new shape, so that shapes are rounded up to whole buckets
 MAX_GATHERED_DIM = 128
+MAX_INT32 = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ def prefill_settings(group: int, head_dim: int, element_size: int) -> PrefillSet
     """Measured on an H200 for 128 dimensions of bfloat16; larger tiles are cut to what shared memory holds."""
     least = max(16, int(triton.next_power_of_2(group)))
     if element_size > 2:
-        return PrefillSettings(max(32, least), 32, 4, 2)
+        return PrefillSettings(least, 32 if head_dim <= 64 else 16, 4, 2)
     if padded_dim(head_dim) > 128:
         return PrefillSettings(max(128, least), 64, 8, 2)
     return PrefillSettings(max(128, least), 64, 4, 3)
@@ -76,20 +77,23 @@ def prefill_attention(
 
     Args:
         query: [tokens, heads, head_dim]; the last two dimensions are dense.
-        keys, values: [kv_slots, kv_heads, head_dim] of one layer; the last two dimensions are dense.
+        keys, values: [kv_slots, kv_heads, head_dim] of one layer, of equal strides; the last two dimensions are dense.
         page_table: [slots, pages] int32 or int64.
         work: [items, 4] int32 from `make_work` with `settings.block_m // group` queries.
         out: like query; only the named tokens are written.
     """
     heads, head_dim, kv_heads = query.shape[1], query.shape[2], keys.shape[1]
+    if keys.stride(0) != values.stride(0):
+        raise ValueError(f"keys and values must have equal strides, not {keys.stride(0)} and {values.stride(0)}")
     if not work.shape[0]:
         return
     settings = prefill_settings(heads // kv_heads, head_dim, query.element_size())
     _attend[(kv_heads, work.shape[0])](
         query, keys, values, page_table, work, out,
-        scale * LOG2_E, page_table.stride(0), query.stride(0), keys.stride(0), values.stride(0), out.stride(0),
+        scale * LOG2_E, page_table.stride(0), query.stride(0), out.stride(0),
         GROUP=heads // kv_heads, HEAD_DIM=head_dim, BLOCK_D=padded_dim(head_dim), PAGE_SIZE=page_size,
-        BLOCK_M=settings.block_m, BLOCK_N=settings.block_n, COLUMNS=WORK_COLUMNS,
+        BLOCK_M=settings.block_m, BLOCK_N=settings.block_n, COLUMNS=WORK_COLUMNS, KV_STRIDE=keys.stride(0),
+        IS_WIDE=keys.shape[0] * keys.stride(0) > MAX_INT32,
         num_warps=settings.num_warps, num_stages=settings.num_stages,
     )  # fmt: skip
 
@@ -97,9 +101,10 @@ def prefill_attention(
 @triton.jit(do_not_specialize=["table_stride"])
 def _attend(
     query, keys, values, page_table, work, out,
-    scale, table_stride, query_stride, key_stride, value_stride, out_stride,
+    scale, table_stride, query_stride, out_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, KV_STRIDE: tl.constexpr,
+    IS_WIDE: tl.constexpr,
 ):  # fmt: skip
     kv_head, item = tl.program_id(0), work + tl.program_id(1) * COLUMNS
     first_token, slot = tl.load(item).to(tl.int64), tl.load(item + 1).to(tl.int64)
@@ -109,35 +114,34 @@ def _attend(
     steps, heads = members // GROUP, kv_head * GROUP + members % GROUP  # a query's grouped heads stand together
     has_dim = dims < HEAD_DIM
     is_output = (steps < count)[:, None] & has_dim[None, :]
-    tokens = first_token + steps
     places = heads[:, None] * HEAD_DIM + dims[None, :]
-    q = tl.load(query + (tokens * query_stride)[:, None] + places, mask=is_output, other=0.0)  # [member, dim]
+    query += first_token * query_stride
+    q = tl.load(query + (steps * query_stride)[:, None] + places, mask=is_output, other=0.0)  # [member, dim]
     table = page_table + slot * table_stride
-    keys += kv_head * HEAD_DIM
-    values += kv_head * HEAD_DIM
     mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     largest = tl.full([BLOCK_M], -1e30, tl.float32)  # finite: infinity minus infinity is no number
     total = tl.zeros([BLOCK_M], tl.float32)
     open_end = (first + 1) // BLOCK_N * BLOCK_N  # all queries see all positions before it
     for begin in range(0, open_end, BLOCK_N):
         mixed, largest, total = _attend_block(
-            mixed, largest, total, q, keys, values, table, begin, context, first + steps, scale, key_stride,
-            value_stride, False, HEAD_DIM, BLOCK_D, BLOCK_N, PAGE_SIZE,
+            mixed, largest, total, q, keys, values, kv_head, table, begin, context, first + steps, scale,
+            False, HEAD_DIM, BLOCK_D, BLOCK_N, PAGE_SIZE, KV_STRIDE, IS_WIDE,
         )  # fmt: skip
     for begin in range(open_end, context, BLOCK_N):
         mixed, largest, total = _attend_block(
-            mixed, largest, total, q, keys, values, table, begin, context, first + steps, scale, key_stride,
-            value_stride, True, HEAD_DIM, BLOCK_D, BLOCK_N, PAGE_SIZE,
+            mixed, largest, total, q, keys, values, kv_head, table, begin, context, first + steps, scale,
+            True, HEAD_DIM, BLOCK_D, BLOCK_N, PAGE_SIZE, KV_STRIDE, IS_WIDE,
         )  # fmt: skip
-    mixed = mixed / total[:, None]
-    tl.store(out + (tokens * out_stride)[:, None] + places, mixed.to(out.dtype.element_ty), mask=is_output)
+    out += first_token * out_stride
+    mixed = (mixed / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + (steps * out_stride)[:, None] + places, mixed, mask=is_output)
 
 
 @triton.jit
 def _attend_block(
-    mixed, largest, total, q, keys, values, table, begin, context, positions, scale, key_stride, value_stride,
+    mixed, largest, total, q, keys, values, kv_head, table, begin, context, positions, scale,
     IS_MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, KV_STRIDE: tl.constexpr, IS_WIDE: tl.constexpr,
 ):  # fmt: skip
     """One step of the running softmax. Unmasked blocks stand before every query: all their slots are written."""
     dims = tl.arange(0, BLOCK_D)
@@ -145,14 +149,16 @@ def _attend_block(
     is_written = place < context
     has_dim = dims < HEAD_DIM
     if PAGE_SIZE % BLOCK_N == 0:
-        page = tl.load(table + begin // PAGE_SIZE).to(tl.int64)
+        page = tl.load(table + begin // PAGE_SIZE)
     elif IS_MASKED:
-        page = tl.load(table + place // PAGE_SIZE, mask=is_written, other=0).to(tl.int64)
+        page = tl.load(table + place // PAGE_SIZE, mask=is_written, other=0)
     else:
-        page = tl.load(table + place // PAGE_SIZE).to(tl.int64)
-    kv_slot = page * PAGE_SIZE + place % PAGE_SIZE  # [n]
-    key_places = keys + (kv_slot * key_stride)[None, :] + dims[:, None]
-    value_places = values + (kv_slot * value_stride)[:, None] + dims[None, :]
+        page = tl.load(table + place // PAGE_SIZE)
+    if IS_WIDE:
+        page = page.to(tl.int64)
+    offsets = (page * PAGE_SIZE + place % PAGE_SIZE) * KV_STRIDE + kv_head * HEAD_DIM  # [n]
+    key_places = keys + offsets[None, :] + dims[:, None]
+    value_places = values + offsets[:, None] + dims[None, :]
     if IS_MASKED:
         k = tl.load(key_places, mask=is_written[None, :] & has_dim[:, None], other=0.0)  # [dim, n]
     elif HEAD_DIM == BLOCK_D:
