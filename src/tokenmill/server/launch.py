@@ -228,7 +228,7 @@ class _Running:
                     timeout=self.server.shutdown_grace,
                     return_when=asyncio.FIRST_COMPLETED,
                 )
-            if died := _death(death, pump, serving):
+            if died := _death(asked.is_set(), death, pump, serving):
                 logger.error("%s; the server ends", died.message)
                 farewell = died
             client.fail(farewell)
@@ -281,10 +281,12 @@ class _Running:
         print(f"tokenmill {version}: {self.name} ready at {where} in {seconds:.1f} s; Ctrl-C stops", flush=True)
 
 
-def _death(death: asyncio.Task[Any], *inner: asyncio.Task[None]) -> TokenmillError | None:
+def _death(is_asked: bool, death: asyncio.Task[Any], *inner: asyncio.Task[None]) -> TokenmillError | None:
     """Why the server cannot go on: a child ended, or a task of this process did."""
     if death.done():
         ended = death.result()
+        if is_asked and ended.exit_code == -signal.SIGTERM:
+            return None  # service managers send SIGTERM to the children too
         return WorkerDied(f"the {ended.name} process has ended: {ended.reason}")
     for task in inner:
         if task.done() and (error := task.exception()):
