@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,5 +21,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(tiny: Path) -> Iterator[Server]:
     """A server with the tiny model that a module's tests share."""
-    with serving(tiny, "--served-model-name", "tiny", "--dtype", "float32", "--tokenizers", "3") as running:
+    flags = ("--served-model-name", "tiny", "--dtype", "float32", "--threads", "1", "--tokenizers", "3")
+    with serving(tiny, *flags) as running:
         yield running
+        assert running.end(signal.SIGINT) == 0

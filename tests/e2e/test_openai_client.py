@@ -12,7 +12,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from tests.support.server import Server
+from tests.support.server import Server, settled
 
 pytestmark = pytest.mark.server
 LETTERS = {str(token): 100 for token in range(68, 94)}  # a to z: a random model then writes words
@@ -113,8 +113,7 @@ def test_leaving_a_stream_frees_it(client: OpenAI, server: Server) -> None:
     with client.chat.completions.create(messages=MESSAGES, stream=True, **params) as stream:
         next(stream)
         assert server.pulse()["running"] == 1
-    while server.pulse()["running"]:
-        pass
+    assert settled(server.pulse, lambda pulse: not pulse["running"])["running"] == 0
 
 
 def test_models_and_version(client: OpenAI, server: Server) -> None:

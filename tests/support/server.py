@@ -8,16 +8,26 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import psutil
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 10  # seconds for an end that must come
+T = TypeVar("T")
 SERVE = ("tokenmill", "serve")
+
+
+def settled(read: Callable[[], T], is_settled: Callable[[T], bool]) -> T:
+    """What `read` gives once that is settled, or after PATIENCE."""
+    deadline = time.monotonic() + PATIENCE
+    while not is_settled(value := read()) and time.monotonic() < deadline:
+        pass
+    return value
 
 
 class Server:

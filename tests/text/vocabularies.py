@@ -75,8 +75,17 @@ def write_folder(path: Path, backend: Tokenizer, **files: dict[str, Any]) -> Pat
 
 
 def write_gguf(path: Path, fields: dict[str, Any]) -> Path:
-    """A GGUF file without tensors. Keys without a dot are in `tokenizer.ggml.`."""
+    """A GGUF file without tensors."""
     writer = GGUFWriter(path, "llama")
+    add_fields(writer, fields)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+def add_fields(writer: GGUFWriter, fields: dict[str, Any]) -> None:
+    """Keys without a dot are in `tokenizer.ggml.`."""
     for name, value in fields.items():
         key = name if "." in name else f"tokenizer.ggml.{name}"
         if isinstance(value, bool):
@@ -89,10 +98,6 @@ def write_gguf(path: Path, fields: dict[str, Any]) -> Path:
             writer.add_string(key, value)
         else:
             writer.add_array(key, value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    return path
 
 
 def byte_level_fields(backend: Tokenizer, rule: str = "gpt-2") -> dict[str, Any]:

@@ -14,6 +14,7 @@ from gguf import GGMLQuantizationType
 from torch import Tensor
 
 from tests.support.tiny_models import random_llama_tensors
+from tests.text.vocabularies import add_fields
 
 SIZES: dict[str, Any] = {
     "model_type": "llama",
@@ -62,6 +63,7 @@ def write_gguf(
     *,
     kind: GGMLQuantizationType = GGMLQuantizationType.F32,
     metadata: Mapping[str, Any] | None = None,
+    vocabulary: dict[str, Any] | None = None,
     extra: Mapping[str, npt.NDArray[Any]] | None = None,
     leave_out: tuple[str, ...] = (),
     architecture: str = "llama",
@@ -69,7 +71,8 @@ def write_gguf(
 ) -> tuple[Path, dict[str, Tensor]]:
     """The file, and the tensors that it was made from under Hugging Face names; matrices are stored as `kind`.
 
-    `metadata` adds to or replaces the keys below "llama."; a value of None removes one.
+    `metadata` adds to or replaces the keys below "llama."; a value of None removes one. `vocabulary` is that of
+    `tests.text.vocabularies`.
     """
     config = {**SIZES, **sizes}
     tensors = random_llama_tensors(config, seed=3)
@@ -95,6 +98,7 @@ def write_gguf(
             writer.add_float32(f"{architecture}.{key}", value)
         elif value is not None:
             writer.add_uint32(f"{architecture}.{key}", value)
+    add_fields(writer, vocabulary or {})
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     for name, tensor in tensors.items():
         part = name.split(".")[-2]
