@@ -71,6 +71,12 @@ def test_concurrency_bounds_what_runs(llm, monkeypatch):
     assert 0 < most <= 2
 
 
+def test_prompts_with_several_choices_never_overfill_the_queue(tmp_path):
+    params = SamplingParams(n=3, seed=1, max_tokens=2, ignore_eos=True)
+    with LLM(make_tiny_llama(tmp_path), dtype="float32", max_waiting=4, max_running=1) as llm:
+        assert [len(output.choices) for output in llm.generate(["a", "b", "c"], params)] == [3, 3, 3]
+
+
 def test_chat_renders_the_template(llm):
     messages = [{"role": "user", "content": "hi"}]
     expected = llm.generate("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", GREEDY)[0]

@@ -186,6 +186,24 @@ def test_a_job_that_cannot_be_sent_leaves_nothing_behind() -> None:
     assert client.open_entries == 0
 
 
+@pytest.mark.parametrize("turns", range(4))
+def test_a_pulse_may_meet_a_probe_that_is_being_given_up(turns: int) -> None:
+    async def check() -> None:
+        pipes = Pipes()
+        engine = FakeEngine()
+        probe = asyncio.create_task(pipes.client.probe(60))
+        await asyncio.sleep(0)
+        probe.cancel()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        (sent,) = [message for message in pipes.scheduler.receive() if isinstance(message, Probe)]
+        pipes.client.deliver(engine.scheduler._pulse(sent.serial))
+        await asyncio.gather(probe, return_exceptions=True)
+        assert pipes.client.open_entries == 0
+
+    asyncio.run(check())
+
+
 def test_probe_is_answered_by_its_own_serial() -> None:
     async def run() -> None:
         pipes = Pipes()

@@ -230,7 +230,8 @@ class EngineClient:
                 for route in filter(None, [self._routes.pop(uid, None) for uid in uids]):
                     route.generation.fail(EngineError(error))
             case Pulse():
-                if waiter := self._probes.pop(message.serial, None):
+                waiter = self._probes.pop(message.serial, None)
+                if waiter is not None and not waiter.done():  # it may be cancelled, and its owner not yet woken
                     waiter.set_result(message)
 
     async def pump(self, inbox: Inbox) -> None:
