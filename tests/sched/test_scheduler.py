@@ -41,6 +41,7 @@ class Run:
         self.plans: list[StepPlan] = []
         self.tokens: dict[int, list[int]] = {}
         self.endings: list[tuple[int, FinishReason]] = []
+        self.admitted: list[tuple[int, int]] = []
 
     def add(self, uid, prompt, output, **options):
         request = request_for(uid, prompt, output, **options)
@@ -58,6 +59,7 @@ class Run:
     def commit(self):
         plan, handle = self.flights.pop(0)
         outcome = self.scheduler.commit(plan, handle.wait())
+        self.admitted += outcome.admitted
         for uid, token in outcome.tokens:
             self.tokens.setdefault(uid, []).append(token)
         self.endings += [(ending.uid, ending.reason) for ending in outcome.finished]
@@ -144,7 +146,7 @@ def test_the_newest_request_is_retracted_and_keeps_its_tokens(depth):
     assert new.token_ids.tolist()[: len(kept)] == kept
     assert run.tokens == {uid: continuation([uid] * 5, 12) for uid in (0, 1)}
     assert [uid for uid, _ in run.endings] == [0, 1]
-    assert new.cached_len == 0
+    assert run.admitted == [(0, 0), (1, 0)]
 
 
 def test_abort_of_a_request_that_is_being_retracted():
@@ -286,3 +288,13 @@ def test_a_prompt_is_shared_as_soon_as_it_is_computed_and_not_computed_again(dep
     assert sum(row.length for plan in run.plans for row in plan.rows if row.uid) == 3 + 1
     assert run.engine.num_computed - before < 12
     run.finish()
+
+
+@depths
+def test_each_page_is_sent_to_the_device_once(depth):
+    run = Run(depth, prefix_cache=False)
+    for uid in range(3):
+        run.add(uid, [uid] * 9, 8)
+    run.finish()
+    sent = [page for plan in run.plans for update in plan.page_updates for page in update.pages]
+    assert len(sent) == 3 * run.scheduler.cache.num_pages_for(9 + 8 - 1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from bisect import insort
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
 
 from tokenmill.config import ResolvedConfig
 from tokenmill.errors import InvalidRequest, Overloaded, RequestTooLong
@@ -61,7 +60,7 @@ class Scheduler:
         self._requests: dict[int, Request] = {}
         self._waiting: list[Request] = []
         self._running: list[Request] = []
-        self._free_slots = list(range(config.max_running))
+        self._free_slots = list(range(config.max_running - 1, -1, -1))
         self._arrivals = 0
         self._last_planned = -1
         self._was_prefill = False
@@ -259,7 +258,7 @@ class Scheduler:
             return False
         self._waiting.pop(0)
         request.lease = self.cache.open(request.uid, token_ids, request.salt)
-        request.slot = heappop(self._free_slots)
+        request.slot = self._free_slots.pop()
         request.status = Status.RUNNING
         request.computed_len = hit
         if request.cached_len < 0:
@@ -308,7 +307,7 @@ class Scheduler:
             return
         known = min(request.computed_len, request.total_len)
         self.cache.close(request.uid, request.token_ids.tobytes(), known)
-        heappush(self._free_slots, request.slot)
+        self._free_slots.append(request.slot)
         request.slot = -1
         if request.status is Status.FINISHED:
             del self._requests[request.uid]
