@@ -274,7 +274,7 @@ class Scheduler:
         return True
 
     def _expected_pages(self, request: Request) -> int:
-        """Pages that a request is expected to take in all: prompt in full, output by the ratio, but a token at least."""
+        """Pages that a request is expected to take in all: prompt in full, output by the ratio, one token at least."""
         output = int(min(request.num_remaining, MAX_RESERVED_OUTPUT) * self.config.reserve_ratio)
         return self.cache.num_pages_for(request.expected_len + min(request.num_remaining, max(output, 1)))
 
