@@ -20,7 +20,7 @@ def _silu_and_mul_kernel(x, out, dim, x_stride, BLOCK: tl.constexpr, PDL: tl.con
     start_and_wait(PDL)
     gate = tl.load(x + row * x_stride + columns, mask=is_column, other=0.0).to(tl.float32)  # [BLOCK]
     up = tl.load(x + row * x_stride + dim + columns, mask=is_column, other=0.0).to(tl.float32)  # [BLOCK]
-    gated = gate / (1.0 + tl.exp(-gate)) * up
+    gated = gate / (1.0 + tl.exp(tl.minimum(-gate, 80.0))) * up
     tl.store(out + row * dim + columns, gated.to(out.dtype.element_ty), mask=is_column)
 
 

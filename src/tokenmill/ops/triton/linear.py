@@ -140,7 +140,7 @@ def _gemv_kernel(
         if HAS_BIAS:
             result += tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)
         if IS_GATED:
-            result = result / (1.0 + tl.exp(-result)) * (tl.sum(sums_up[row], 1) * scale)
+            result = result / (1.0 + tl.exp(tl.minimum(-result, 80.0))) * (tl.sum(sums_up[row], 1) * scale)
         if HAS_RESIDUAL:
             # `out` may be `residual`: the program that writes an element is the only one that reads it.
             result += tl.load(residual + row * outputs + n, mask=n < outputs, other=0.0).to(tl.float32)

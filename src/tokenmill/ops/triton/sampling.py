@@ -91,9 +91,9 @@ def _summarise_kernel(
     tl.store(best + row * blocks + block, top)
     tl.store(places + row * blocks + block, block * BLOCK + place)
     if HAS_FILTERS:
-        is_finite = value > float("-inf")
-        tl.store(weights + row * blocks + block, tl.sum(tl.where(is_finite, tl.exp(value - top), 0.0), 0))
-        tl.store(lowest + row * blocks + block, tl.min(tl.where(is_finite, value, float("inf")), 0))
+        # A block of forbidden ids only has no top to subtract.
+        tl.store(weights + row * blocks + block, tl.sum(tl.exp(value - tl.maximum(top, -1e30)), 0))
+        tl.store(lowest + row * blocks + block, tl.min(tl.where(value > float("-inf"), value, float("inf")), 0))
     if is_last_program(counters + row, blocks):
         each = tl.arange(0, BLOCKS)
         is_block = each < blocks
@@ -106,7 +106,7 @@ def _summarise_kernel(
             _put(token, row, slot, out_ids, last_tokens)
         if HAS_FILTERS:
             weight = tl.load(weights + at, mask=is_block, other=0.0, cache_modifier=".cg")
-            total = tl.sum(tl.where(tops > float("-inf"), weight * tl.exp(tops - top), 0.0), 0)
+            total = tl.sum(weight * tl.exp(tops - tl.maximum(top, -1e30)), 0)
             low = tl.min(tl.load(lowest + at, mask=is_block, other=float("inf"), cache_modifier=".cg"), 0)
             tl.store(floats + row * FIELDS + TOTAL, total)
             tl.store(floats + row * FIELDS + BOUND, float("-inf"))

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import random as py_random
+
+import pytest
+import torch
+
+from tests.ops.kernels import DEVICE, poisoned, random
+from tokenmill.sampling.batch import SamplingTable
+from tokenmill.sampling.sampler import exponential as exponential_twin
+from tokenmill.sampling.sampler import sample
+from tokenmill.types import SamplingParams
+
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+
+from tokenmill.ops.triton.filters import LIST_ROOM, FilterScratch  # noqa: E402
+from tokenmill.ops.triton.noise import exponential, row_key  # noqa: E402
+from tokenmill.ops.triton.sampling import SamplingColumns, SamplingScratch, pick, sample_rows  # noqa: E402
+
+ROWS = 200 if torch.cuda.is_available() else 10
+VOCAB = 4500  # three blocks, the last with a part of one
+
+
+@triton.jit
+def noise_kernel(out, seed, position, first, BLOCK: tl.constexpr):
+    low, high = row_key(tl.load(seed), tl.load(position))
+    at = tl.arange(0, BLOCK)
+    tl.store(out + at, exponential(low, high, tl.load(first).to(tl.int32) + at))
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**63 - 1, -5, 987654321])
+@pytest.mark.parametrize("position", [0, 131071])
+def test_noise_is_the_samplers(seed, position):
+    for first in (0, 262144 - 4096):
+        arguments = [torch.tensor([value], device=DEVICE) for value in (seed, position, first)]
+        found = poisoned(4096)
+        noise_kernel[(1,)](found, *arguments, BLOCK=4096)
+        expected = exponential_twin(*arguments[:2], torch.arange(first, first + 4096, device=DEVICE))[0]
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+def draw(
+    logits: torch.Tensor, params: list[SamplingParams], positions: list[int], *, room: int = LIST_ROOM
+) -> tuple[list[int], list[int]]:
+    """What the kernels and what the sampler draw."""
+    rows, vocab = logits.shape
+    table = SamplingTable(rows, DEVICE)
+    for slot, its in enumerate(params):
+        table.open(slot, its, 0, ())
+    greedy = torch.tensor([its.is_greedy for its in params], device=DEVICE)
+    columns = SamplingColumns(table.temperature, table.top_k, table.top_p, table.min_p, table.seed, greedy)
+    scratch = SamplingScratch(rows, vocab, DEVICE)
+    scratch.filters = FilterScratch(rows, vocab, DEVICE, room)
+    slots = torch.arange(rows, device=DEVICE).flip(0).to(torch.int32)
+    out, last = poisoned(rows, dtype=torch.int64), poisoned(rows + 1, dtype=torch.int64)
+    sample_rows(
+        logits.flip(0),
+        slots,
+        torch.tensor(positions[::-1], dtype=torch.int32, device=DEVICE) - 1,
+        columns,
+        out,
+        last,
+        scratch,
+        has_filters=any((its.top_k > 0 or its.top_p < 1) and not its.is_greedy for its in params),
+        position_offset=1,
+    )
+    assert torch.equal(last[slots.long()], out)
+    assert last[rows] == -7
+    assert not scratch.counters.any()
+    return out.flip(0).tolist(), sample(logits.float().clone(), table, list(range(rows)), positions).tolist()
+
+
+def any_params(seed: int, *, has_filters: bool) -> list[SamplingParams]:
+    choose = py_random.Random(seed)
+    return [
+        SamplingParams(
+            seed=choose.getrandbits(60),
+            temperature=choose.choice([0.0, 0.6, 1.0, 2.0]),
+            min_p=choose.choice([0.0, 0.0, 0.02, 0.3]),
+            top_k=choose.choice([0, 0, 1, 3, 40, VOCAB // 2, VOCAB + 1]) if has_filters else 0,
+            top_p=choose.choice([1.0, 0.0, 0.2, 0.9, 0.999]) if has_filters else 1.0,
+        )
+        for _ in range(ROWS)
+    ]
+
+
+@pytest.mark.parametrize("spread", [0.01, 1.0, 8.0])
+def test_plain_draws_are_the_samplers(spread):
+    found, expected = draw(random(ROWS, VOCAB) * spread, any_params(0, has_filters=False), list(range(1, ROWS + 1)))
+    assert found == expected
+
+
+def test_plain_draws_from_bfloat16():
+    logits = random(ROWS, VOCAB, dtype=torch.bfloat16)
+    found, expected = draw(logits, any_params(1, has_filters=False), [9] * ROWS)
+    assert found == expected
+
+
+@pytest.mark.parametrize(("spread", "room"), [(0.01, 4096), (1.0, 4096), (3.0, 4096), (1.0, 32)])
+def test_filtered_draws_are_the_samplers(spread, room):
+    logits = random(ROWS, VOCAB, seed=3) * spread
+    found, expected = draw(logits, any_params(2, has_filters=True), [5] * ROWS, room=room)
+    assert found == expected
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 2048])
+def test_vocabularies_of_one_block(vocab):
+    params = [SamplingParams(seed=seed, top_k=seed % 3, top_p=0.8) for seed in range(6)]
+    found, expected = draw(random(6, vocab), params, [1] * 6)
+    assert found == expected
+
+
+@pytest.mark.parametrize("room", [4096, 8])
+def test_of_equal_logits_the_lowest_ids_are_kept(room):
+    logits = torch.zeros(ROWS, 2100, device=DEVICE)
+    drawn, _ = draw(logits, [SamplingParams(top_k=3, seed=seed) for seed in range(ROWS)], [0] * ROWS, room=room)
+    assert set(drawn) == {0, 1, 2}
+    logits[:, 1000:1004] = 30
+    drawn, _ = draw(logits, [SamplingParams(top_p=0.45, seed=seed) for seed in range(ROWS)], [0] * ROWS, room=room)
+    assert set(drawn) == {1000, 1001}
+
+
+def test_greedy_takes_the_first_of_equals():
+    logits = torch.zeros(3, VOCAB, device=DEVICE)
+    logits[0, [900, 3000]] = 5
+    logits[1, [4499, 4498]] = 5
+    assert draw(logits, [SamplingParams(temperature=0.0)] * 3, [0] * 3)[0] == [900, 4498, 0]
+
+
+def test_forbidden_ids_are_never_drawn():
+    logits = torch.full((8, VOCAB), float("-inf"), device=DEVICE)  # the last block has no id at all
+    logits[:, [17, 2500]] = random(8, 2)
+    some = ({}, {"top_k": 50}, {"top_p": 0.9999}, {"top_k": 50, "top_p": 0.9, "min_p": 0.01})
+    params = [SamplingParams(seed=seed, **some[seed % 4]) for seed in range(8)]
+    found, expected = draw(logits, params, [3] * 8)
+    assert found == expected
+    assert set(found) <= {17, 2500}
+
+
+def test_frequencies_follow_the_probabilities():
+    rows = 2000 if torch.cuda.is_available() else 60
+    logits = torch.full((rows, 50), -1e9, device=DEVICE)
+    logits[:, 10:12] = torch.tensor([0.7, 0.3], device=DEVICE).log()
+    drawn, _ = draw(logits, [SamplingParams(seed=seed) for seed in range(rows)], [0] * rows)
+    assert set(drawn) == {10, 11}
+    assert abs(drawn.count(10) / rows - 0.7) < 4 * (0.21 / rows) ** 0.5
+
+
+def test_pick_takes_the_first_of_equals():
+    maxima = torch.tensor([[1.0, 3.0, 3.0], [2.0, -1.0, float("-inf")]], device=DEVICE)
+    places = torch.tensor([[5, 11, 20], [4, 9, 30]], dtype=torch.int32, device=DEVICE)
+    out, last = poisoned(2, dtype=torch.int64), poisoned(4, dtype=torch.int64)
+    pick(maxima, places, torch.tensor([3, 1], dtype=torch.int32, device=DEVICE), out, last)
+    assert out.tolist() == [11, 4]
+    assert last.tolist() == [-7, 4, -7, 11]
