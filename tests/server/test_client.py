@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tests.server.fakes import FakeEngine
-from tokenmill.errors import TokenmillError, WorkerDied
+from tokenmill.errors import Overloaded, TokenmillError, WorkerDied
 from tokenmill.server.client import EngineClient
 from tokenmill.server.errors import EngineError
 from tokenmill.types import FinishReason, SamplingParams, Usage
@@ -217,6 +217,21 @@ def test_probe_is_answered_by_its_own_serial() -> None:
         assert [(await first).serial, (await second).serial] == [probe.serial for probe in probes]
         with pytest.raises(TimeoutError):
             await pipes.client.probe(0.001)
+        assert pipes.client.open_entries == 0
+
+    asyncio.run(run())
+
+
+def test_probes_end_with_the_server() -> None:
+    async def run() -> None:
+        pipes = Pipes()
+        waiting = asyncio.create_task(pipes.client.probe(60))
+        await asyncio.sleep(0)
+        pipes.client.fail(Overloaded("the server is shutting down"))
+        with pytest.raises(Overloaded, match="shutting down"):
+            await waiting
+        with pytest.raises(Overloaded, match="shutting down"):
+            await pipes.client.probe(60)
         assert pipes.client.open_entries == 0
 
     asyncio.run(run())

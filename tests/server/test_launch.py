@@ -192,6 +192,22 @@ def test_addresses_that_cannot_be_used(host: str, port: int, words: str) -> None
         bind(host, port)
 
 
+def test_nobody_has_to_read_the_ready_line(model: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        base = f"http://127.0.0.1:{free.getsockname()[1]}"
+    command = [sys.executable, "-m", "tests.server.serve_fakes", str(model), "--port", base.rpartition(":")[2]]
+    with subprocess.Popen(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True) as process:
+        os.close(writer)
+        while process.poll() is None:
+            with contextlib.suppress(httpx.ConnectError):
+                assert httpx.get(f"{base}/health").json()["status"] == "ok"
+                process.send_signal(signal.SIGTERM)
+                process.wait(30)
+        assert (process.returncode, process.communicate()[1]) == (0, "")
+
+
 def test_a_long_temporary_directory_is_avoided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = tmp_path / ("x" * 100)
     long.mkdir()

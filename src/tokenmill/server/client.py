@@ -244,7 +244,10 @@ class EngineClient:
 
         Raises:
             TimeoutError: none within `timeout` seconds.
+            TokenmillError: the server is ending.
         """
+        if self._failure is not None:
+            raise self._failure
         serial = next(self._serials)
         waiter = self._probes[serial] = asyncio.get_running_loop().create_future()
         self._scheduler.send(Probe(serial))
@@ -254,10 +257,13 @@ class EngineClient:
             self._probes.pop(serial, None)
 
     def fail(self, error: TokenmillError) -> None:
-        """End every open request with this error, and refuse new ones with it."""
+        """End every open request and probe with this error, and refuse new ones with it."""
         self._failure = error
         for generation in self._generations:
             generation.fail(error)
+        for waiter in self._probes.values():
+            if not waiter.done():
+                waiter.set_exception(error)
 
     async def idle(self) -> None:
         """Wait until no request is open."""
