@@ -9,7 +9,7 @@ import pytest
 from tests.sched.support import make_config
 from tokenmill.engine.fake import FakeEngine, FakeHandle, next_token
 from tokenmill.errors import InvalidRequest, Overloaded, RequestTooLong
-from tokenmill.sched.plan import StepPlan
+from tokenmill.sched.plan import PageUpdate, StepPlan
 from tokenmill.sched.request import Request, Status
 from tokenmill.sched.scheduler import Scheduler
 from tokenmill.types import FinishReason, SamplingParams
@@ -219,6 +219,16 @@ def test_decode_rows_are_not_starved_by_prompts(policy):
     assert len(run.tokens[0]) == 20
 
 
+def test_decode_rows_take_nothing_of_the_prompts_budget():
+    run = Run(num_pages=100, prefill_budget=2)
+    for uid in range(5):
+        run.add(uid, [uid], 9)
+    run.add(5, [5] * 20, 1)
+    for _ in range(4):
+        run.turn()
+    assert [row.length for row in run.plan().rows] == [1, 1, 1, 1, 1, 2]
+
+
 def test_end_ids_are_blocked_only_for_those_that_ask():
     run = Run()
     run.add(0, [1], 3, end_ids=[9, 4], stop_token_ids=[7, 4], min_tokens=2)
@@ -245,6 +255,9 @@ def test_the_digest_sees_everything_that_decides_a_step():
     ]
     assert len(set(digests)) == len(digests)
     assert digest() == digest()
+    update = PageUpdate(1, 2, (3, 4))
+    updates = [update, PageUpdate(0, 2, (3, 4)), PageUpdate(1, 3, (3, 4)), PageUpdate(1, 2, (3, 5))]
+    assert len({StepPlan(0, (), (), (its,)).digest() for its in updates}) == 4
 
 
 def test_a_queue_behind_a_large_request_waits_but_is_not_lost():

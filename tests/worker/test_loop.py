@@ -38,8 +38,9 @@ class Harness:
         self.finishes = {}
         self.opened: list[int] = []
         self.accepted: list[int] = []
+        self.cached: dict[int, int] = {}
 
-    def send(self, uid, prompt, max_tokens=6, end_ids=(), **params):
+    def send(self, uid, prompt, max_tokens=6, end_ids=(), salt="", **params):
         self.inbox.send(
             GenerateJob(
                 uid=uid,
@@ -48,6 +49,7 @@ class Harness:
                 max_tokens=max_tokens,
                 end_ids=list(end_ids),
                 text=TextOptions(),
+                salt=salt,
             )
         )
 
@@ -59,6 +61,7 @@ class Harness:
                 continue
             assert isinstance(message, TokenBatch)
             self.accepted += message.accepted
+            self.cached.update(message.admitted)
             ids = iter(unpack_ids(message.token_ids))
             for uid, count in zip(message.uids, message.counts, strict=True):
                 assert uid in self.opened
@@ -129,6 +132,7 @@ def test_abort_in_every_state(loop, turns):
     harness.send(4, [4] * 9, max_tokens=8)
     harness.finish()
     assert harness.finishes[0].reason is harness.finishes[3].reason is FinishReason.ABORT
+    assert sorted(harness.finishes) == [0, 1, 2, 3, 4]
     for uid in (1, 2, 4):
         assert harness.tokens[uid] == continuation([uid] * 9, 8)
     harness.inbox.send(Abort([0, 1]))
@@ -146,6 +150,16 @@ def test_what_cannot_fit_is_refused_alone():
     assert "100" in harness.finishes[0].error.message
     assert harness.accepted == [1]
     assert harness.tokens[1] == continuation([1] * 4, 6)
+
+
+@loops
+def test_cached_tokens_are_told_and_salts_share_nothing(loop):
+    harness = Harness(loop=loop, max_running=1)
+    for uid, salt in enumerate(("a", "b", "a")):
+        harness.send(uid, [1] * 9, salt=salt)
+    harness.finish()
+    assert harness.cached == {0: 0, 1: 0, 2: 8}
+    assert harness.scheduler.counters.cached_tokens == 8
 
 
 def test_a_full_queue_refuses_with_503():

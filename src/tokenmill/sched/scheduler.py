@@ -189,7 +189,6 @@ class Scheduler:
         decodes: list[Row] = []
         chunks: list[Row] = []
         budget = self.config.prefill_budget if prefill else 0
-        has_room = True
         for request in list(self._running):
             uncomputed = request.num_uncomputed
             if request.status is not Status.RUNNING or not uncomputed or request.num_remaining <= 0:
@@ -198,12 +197,11 @@ class Scheduler:
             length = int(decode) if is_decode else min(budget, uncomputed)
             if not length:
                 continue
-            if not self._get_pages(request, request.computed_len + length, may_retract=has_room):
-                has_room = False
+            if not self._get_pages(request, request.computed_len + length, may_retract=True):
                 continue
             (decodes if is_decode else chunks).append(self._make_row(request, length))
             budget -= 0 if is_decode else length
-        while prefill and has_room and budget > 0 and self._waiting and self._free_slots:
+        while prefill and budget > 0 and self._waiting and self._free_slots:
             request = self._waiting[0]
             if not self._admit(request):
                 break
