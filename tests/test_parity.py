@@ -10,7 +10,7 @@ import transformers
 
 from tests.support.tiny_models import make_tiny_llama
 from tokenmill import LLM, SamplingParams
-from tokenmill.engine import engine as engine_module
+from tokenmill.sampling import base as sampling_base
 
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 TOLERANCE = 2e-3
@@ -41,13 +41,13 @@ class Recorder:
 
     def __init__(self, monkeypatch):
         self.logits: list[torch.Tensor] = []
-        sample = engine_module.sample
+        sample = sampling_base.sample
 
         def spy(logits, *rest):
             self.logits.append(logits.clone())
             return sample(logits, *rest)
 
-        monkeypatch.setattr(engine_module, "sample", spy)
+        monkeypatch.setattr(sampling_base, "sample", spy)
 
 
 @torch.inference_mode()

@@ -18,6 +18,22 @@ MAX_THREADS = 1024
 PAGE_TABLE_ENTRY_SIZE = 8
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceDefaults:
+    """What is chosen on a device where the user leaves it open."""
+
+    max_running: int
+    prefill_budget: int
+    memory_fraction: float
+    attention: str
+
+
+DEFAULTS = {
+    "cpu": DeviceDefaults(max_running=64, prefill_budget=512, memory_fraction=0.25, attention="reference"),
+    "cuda": DeviceDefaults(max_running=256, prefill_budget=8192, memory_fraction=0.9, attention="triton"),
+}
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Which model, and in which form."""
@@ -28,6 +44,8 @@ class ModelConfig:
     """Type of weights and K/V; auto is the faster of the two on this processor."""
     max_model_len: int | None = None
     """Longest prompt plus output in tokens; default is what the model and the K/V pool allow."""
+    random_weights: bool = False
+    """Take config.json alone and fill the model with seeded random numbers, to measure speed."""
     chat_template: str | None = None
     """File with a jinja2 chat template, in place of the model's own."""
 
@@ -36,18 +54,22 @@ class ModelConfig:
 class EngineConfig:
     """Device memory and compute."""
 
-    device: Literal["auto", "cpu"] = "auto"
-    """Where to run."""
-    attention: Literal["auto", "reference"] = "auto"
-    """Attention backend."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run; auto is a CUDA device if there is a usable one."""
+    attention: Literal["auto", "reference", "triton"] = "auto"
+    """Attention backend; auto is the fastest that the device has."""
     page_size: int = 16
     """Tokens a K/V page."""
     num_pages: int | None = None
     """K/V pages; default is sized from free memory."""
-    memory_fraction: float = 0.25
-    """Share of free memory that the K/V pool may take when --num-pages is not given."""
+    memory_fraction: float | None = None
+    """Share of free memory that the K/V pool may take when --num-pages is not given; default 0.25, on CUDA 0.9."""
     threads: int | None = None
     """Compute threads; default is the processor's cores."""
+    graph_max_batch: int = 256
+    """Largest step of decode rows that is replayed as a CUDA graph; 0 turns graphs off."""
+    capture_first: bool = False
+    """Capture all CUDA graphs before the server is ready, not as steps first need them."""
     debug_checks: bool = False
     """Check page ownership after every step, and sampled ids for range. Slow."""
 
@@ -60,10 +82,10 @@ class SchedulerConfig:
     """overlap plans the next step while the device computes this one; serial does not."""
     batch_policy: Literal["mixed", "prefill-first"] = "mixed"
     """mixed puts decode rows and prompt chunks into one step; prefill-first alternates."""
-    max_running: int = 64
-    """Most requests that run at once."""
-    prefill_budget: int = 512
-    """Most prompt tokens a step; longer prompts are cut into chunks."""
+    max_running: int | None = None
+    """Most requests that run at once; default 64, on CUDA 256."""
+    prefill_budget: int | None = None
+    """Most prompt tokens a step; longer prompts are cut into chunks. Default 512, on CUDA 8192."""
     prefix_cache: bool = True
     """Keep K/V of finished requests for prompts that start alike."""
     reserve_ratio: float = 0.3
@@ -107,7 +129,7 @@ class RunConfig:
 class ResolvedConfig:
     """RunConfig without any "auto" or None. Lengths are in tokens."""
 
-    device: Literal["cpu"]
+    device: Literal["cpu", "cuda"]
     dtype: DTypeName
     attention: str
     threads: int
@@ -121,6 +143,8 @@ class ResolvedConfig:
     loop: Literal["overlap", "serial"]
     prefix_cache: bool
     reserve_ratio: float
+    graph_max_batch: int
+    capture_first: bool
     debug_checks: bool
 
     @property
@@ -140,32 +164,38 @@ def resolve(raw: RunConfig, hardware: HardwareInfo, spec: ModelSpec) -> Resolved
     Raises:
         ConfigError: values that cannot work, with what would.
     """
-    engine, scheduler = raw.engine, raw.scheduler
+    engine, scheduler, defaults = raw.engine, raw.scheduler, DEFAULTS[hardware.device]
+    max_running = defaults.max_running if scheduler.max_running is None else scheduler.max_running
+    prefill_budget = defaults.prefill_budget if scheduler.prefill_budget is None else scheduler.prefill_budget
+    share_of_memory = defaults.memory_fraction if engine.memory_fraction is None else engine.memory_fraction
     _within("--page-size", engine.page_size, 1)
-    _within("--max-running", scheduler.max_running, 1)
-    _within("--prefill-budget", scheduler.prefill_budget, 1)
+    _within("--max-running", max_running, 1)
+    _within("--prefill-budget", prefill_budget, 1)
+    _within("--graph-max-batch", engine.graph_max_batch, 0, 4096)
     _within("--max-waiting", scheduler.max_waiting, 1)
     _within("--threads", hardware.num_threads if engine.threads is None else engine.threads, 1, MAX_THREADS)
-    for flag, share in (("--memory-fraction", engine.memory_fraction), ("--reserve-ratio", scheduler.reserve_ratio)):
+    for flag, share in (("--memory-fraction", share_of_memory), ("--reserve-ratio", scheduler.reserve_ratio)):
         if not 0 <= share <= 1:
             raise ConfigError(f"{flag} must be from 0 to 1, not {share}")
-    dtype: DTypeName = hardware.fastest_dtype if raw.model.dtype == "auto" else raw.model.dtype
-    num_pages = _num_pages(engine, hardware, spec, dtype)
+    dtype = resolve_dtype(raw, hardware)
+    num_pages = _num_pages(engine, share_of_memory, hardware, spec, dtype)
     config = ResolvedConfig(
-        device="cpu",
+        device=hardware.device,
         dtype=dtype,
-        attention="reference" if engine.attention == "auto" else engine.attention,
+        attention=defaults.attention if engine.attention == "auto" else engine.attention,
         threads=engine.threads or hardware.num_threads,
         page_size=engine.page_size,
         num_pages=num_pages,
         max_model_len=_max_model_len(raw.model.max_model_len, num_pages * engine.page_size, spec),
-        max_running=scheduler.max_running,
+        max_running=max_running,
         max_waiting=scheduler.max_waiting,
-        prefill_budget=scheduler.prefill_budget,
+        prefill_budget=prefill_budget,
         batch_policy=scheduler.batch_policy,
         loop=scheduler.loop,
         prefix_cache=scheduler.prefix_cache,
         reserve_ratio=scheduler.reserve_ratio,
+        graph_max_batch=min(engine.graph_max_batch, max_running) if hardware.device == "cuda" else 0,
+        capture_first=engine.capture_first,
         debug_checks=engine.debug_checks,
     )
     needed = config.pool_tokens * spec.kv_bytes_per_token(ELEMENT_SIZE[dtype])
@@ -178,14 +208,21 @@ def resolve(raw: RunConfig, hardware: HardwareInfo, spec: ModelSpec) -> Resolved
     return config
 
 
-def _num_pages(engine: EngineConfig, hardware: HardwareInfo, spec: ModelSpec, dtype: DTypeName) -> int:
-    """The pages asked for, or those that fit the memory, but not more than are of use."""
+def resolve_dtype(raw: RunConfig, hardware: HardwareInfo) -> DTypeName:
+    """The type of weights and K/V."""
+    return hardware.fastest_dtype if raw.model.dtype == "auto" else raw.model.dtype
+
+
+def _num_pages(engine: EngineConfig, share: float, hardware: HardwareInfo, spec: ModelSpec, dtype: DTypeName) -> int:
+    """The pages asked for, or those that fit the memory; on a CPU not more than are of use."""
     num_pages = engine.num_pages
     if num_pages is None:
-        tokens = int(hardware.memory_bytes * engine.memory_fraction) // spec.kv_bytes_per_token(ELEMENT_SIZE[dtype])
-        num_pages = min(tokens, max(DEFAULT_POOL_TOKENS, spec.max_position)) // engine.page_size
+        tokens = int(hardware.memory_bytes * share) // spec.kv_bytes_per_token(ELEMENT_SIZE[dtype])
+        if hardware.device == "cpu":
+            tokens = min(tokens, max(DEFAULT_POOL_TOKENS, spec.max_position))
+        num_pages = tokens // engine.page_size
         if num_pages < 1:
-            limit = f"{engine.memory_fraction:.0%} of {hardware.memory_bytes >> 20} MiB"
+            limit = f"{share:.0%} of {hardware.memory_bytes >> 20} MiB"
             raise ConfigError(
                 f"no K/V page of {engine.page_size} tokens fits {limit}: "
                 "free some memory, raise --memory-fraction, lower --page-size, or set --num-pages"

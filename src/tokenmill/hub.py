@@ -85,6 +85,7 @@ def resolve_model(
     *,
     cache: Path | None = None,
     progress: bool = True,
+    needs_weights: bool = True,
     aliases: Mapping[str, PackagedModel] = ALIASES,
 ) -> ModelFiles:
     """Find a model, and fetch it if it is not on this machine yet.
@@ -93,6 +94,7 @@ def resolve_model(
         name: an alias, a local folder, a local .gguf, `org/name[@revision]`, or `org/name[@revision]:FILE.gguf`.
         cache: where aliases are kept, default `cache_folder()`. Hub ids live in the hub library's own cache.
         progress: show a bar, or a line where stderr is no terminal.
+        needs_weights: False lets a folder do that holds config.json alone.
         aliases: the models that have a short name.
 
     Raises:
@@ -104,8 +106,10 @@ def resolve_model(
     path = Path(name).expanduser()
     try:
         if name and path.exists():
-            check = _check_folder if path.is_dir() else _check_gguf
-            check(path)
+            if not path.is_dir():
+                _check_gguf(path)
+            elif needs_weights or not (path / "config.json").is_file():
+                _check_folder(path)
             return ModelFiles(name, path)
     except OSError as error:
         raise ModelUnreadable(f"cannot read {path}: {error.strerror}") from error

@@ -17,7 +17,7 @@ from typing import Any, TypeGuard
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tokenmill.config import DEFAULT_MODEL, EngineConfig, ModelConfig, RunConfig, SchedulerConfig
-from tokenmill.engine.engine import load_engine
+from tokenmill.engine.load import load_engine
 from tokenmill.errors import ConfigError, InvalidRequest, TokenmillError
 from tokenmill.hub import resolve_model
 from tokenmill.parallel.group import Group
@@ -95,8 +95,9 @@ class LLM:
         return llm
 
     def _load(self, run: RunConfig) -> None:
-        files = resolve_model(run.model.model)
-        tokenizer = Tokenizer.load(files.path)
+        is_random = run.model.random_weights
+        files = resolve_model(run.model.model, needs_weights=not is_random)
+        tokenizer = Tokenizer.load(files.path, or_bytes=is_random)
         template = load_template(tokenizer, Path(run.model.chat_template) if run.model.chat_template else None)
         self._engine, config, spec = load_engine(run, files.path, Group.solo())
         self._tokenizer_stage = TokenizerStage(

@@ -1,61 +1,79 @@
-"""The CPU's stream: order, errors, and an end that loses nothing."""
+"""The CPU as a device: order, errors, and an end that loses nothing."""
 
 from __future__ import annotations
 
 import threading
+from array import array
 
 import pytest
 import torch
 
-from tokenmill.engine.device import CpuStream, measure_hardware
+from tokenmill.engine.device import CpuDevice, measure_hardware, why_not_cuda
+from tokenmill.errors import ConfigError
 
 
 @pytest.fixture
-def stream():
-    stream = CpuStream(threads=1)
-    yield stream
-    stream.close()
+def device():
+    device = CpuDevice(threads=1)
+    yield device
+    device.close()
 
 
-def test_tasks_run_one_after_another_while_the_caller_goes_on(stream):
+def ids(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers)
+
+
+def test_work_runs_one_after_another_while_the_caller_goes_on(device):
     gate, seen = threading.Event(), []
 
     def first():
         gate.wait(30)
         seen.append("first")
-        return 1
+        return ids(1)
 
-    tasks = [stream.submit(first), stream.submit(lambda: seen.append("second"))]
+    tasks = [device.submit(first), device.submit(lambda: seen.append("second"))]
     assert seen == []
     gate.set()
-    assert tasks[0].wait() == 1
-    assert tasks[1].wait() is None
+    assert tasks[0].wait() == [1]
+    assert tasks[1].wait() == []
     assert seen == ["first", "second"]
 
 
-def test_an_error_reaches_who_waits_and_only_him(stream):
-    broken, fine = stream.submit(lambda: 1 // 0), stream.submit(lambda: 5)
-    assert fine.wait() == 5
+def test_an_error_reaches_who_waits_and_only_him(device):
+    broken, fine = device.submit(lambda: 1 // 0), device.submit(lambda: ids(5))
+    assert fine.wait() == [5]
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             broken.wait()
 
 
 def test_closing_finishes_what_is_queued():
-    stream = CpuStream(threads=1)
-    tasks = [stream.submit(lambda index=index: index) for index in range(100)]
-    stream.close()
-    assert [task.wait() for task in tasks] == list(range(100))
+    device = CpuDevice(threads=1)
+    tasks = [device.submit(lambda index=index: ids(index)) for index in range(100)]
+    device.close()
+    assert [task.wait() for task in tasks] == [[index] for index in range(100)]
 
 
-def test_work_runs_without_gradients_and_with_its_own_threads(stream):
-    assert stream.submit(torch.is_inference_mode_enabled).wait()
-    assert stream.submit(torch.get_num_threads).wait() == 1
+def test_work_runs_without_gradients_and_with_its_own_threads(device):
+    assert device.submit(lambda: ids(torch.is_inference_mode_enabled(), torch.get_num_threads())).wait() == [1, 1]
     assert not torch.is_inference_mode_enabled()
 
 
+def test_numbers_are_uploaded(device):
+    assert device.upload(array("i", [3, -1])).tolist() == [3, -1]
+    assert device.upload(array("i")).shape == (0,)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_missing_gpu_is_an_error_only_when_asked_for():
+    assert why_not_cuda()
+    assert measure_hardware("cpu").device == "cpu"
+    with pytest.raises(ConfigError, match="--device cuda cannot be used: torch finds no CUDA device"):
+        measure_hardware("cuda")
+
+
 def test_the_machine_is_measured_and_its_threads_left_as_allowed():
-    hardware = measure_hardware()
+    hardware = measure_hardware("cpu")
     assert hardware.device == "cpu"
     assert hardware.num_threads == torch.get_num_threads() >= 1
     assert hardware.memory_bytes > 0

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from array import array
+
 import pytest
 import torch
 
@@ -15,10 +17,13 @@ def logits_of(seed: int, rows: int = 1, spread: float = 2.0) -> torch.Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * spread
 
 
+def upload(numbers: array) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
 def draw(logits: torch.Tensor, params: list[SamplingParams], position: int = 5, blocked: tuple[int, ...] = ()):
-    table = SamplingTable(len(params), torch.device("cpu"))
-    for slot, its in enumerate(params):
-        table.open(slot, its, 3, blocked)
+    table = SamplingTable(len(params), upload)
+    table.open([(slot, its, 3, blocked) for slot, its in enumerate(params)])
     return sample(logits.clone(), table, list(range(len(params))), [position] * len(params)).tolist()
 
 
@@ -155,9 +160,9 @@ def test_end_ids_are_blocked_until_min_tokens():
 
 
 def test_a_slot_forgets_the_request_before():
-    table = SamplingTable(1, torch.device("cpu"))
-    table.open(0, SamplingParams(seed=1, logit_bias={5: 100.0}, min_tokens=9), 0, (6,))
-    table.open(0, SamplingParams(temperature=0), 0, ())
+    table = SamplingTable(1, upload)
+    table.open([(0, SamplingParams(seed=1, logit_bias={5: 100.0}, min_tokens=9), 0, (6,))])
+    table.open([(0, SamplingParams(temperature=0), 0, ())])
     row = torch.zeros(1, VOCAB)
     row[0, 6] = 1
     assert sample(row, table, [0], [0]).tolist() == [6]

@@ -21,6 +21,8 @@ def make_config(**changes: Any) -> ResolvedConfig:
         "loop": "serial",
         "prefix_cache": True,
         "reserve_ratio": 0.0,
+        "graph_max_batch": 0,
+        "capture_first": False,
         "debug_checks": True,
     } | changes
     values.setdefault("max_model_len", values["num_pages"] * values["page_size"])

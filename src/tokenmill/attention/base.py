@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 
@@ -57,6 +58,27 @@ class AttentionBackend(Protocol):
 
         Returns:
             [tokens, heads, head_dim].
+        """
+
+
+@runtime_checkable
+class GraphAttention(Protocol):
+    """A backend whose decode steps can be captured as a CUDA graph."""
+
+    def make_scratch(self, max_rows: int, device: torch.device) -> Any:
+        """What `plan_decode` of up to `max_rows` rows needs beside its arguments."""
+
+    def plan_decode(
+        self, slots: Tensor, positions: Tensor, page_table: Tensor, page_size: int, scratch: Any
+    ) -> AttentionMetadata:
+        """Metadata of a step of decode rows only, over tensors whose contents change from replay to replay.
+
+        Args:
+            slots: [rows] int32; row i is token i.
+            positions: [rows] int32; a row attends to all positions up to its own.
+            page_table: [slots, pages] int32.
+            page_size: tokens a page.
+            scratch: of `make_scratch`; steps that share it run one after the other.
         """
 
 

@@ -2,38 +2,64 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import threading
 import time
+from array import array
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Literal, Protocol
 
 import torch
+from torch import Tensor
 
+from tokenmill.config import ResolvedConfig
+from tokenmill.errors import ConfigError
 from tokenmill.spec import DTypeName, HardwareInfo
-
-T = TypeVar("T")
 
 PROBE_ROWS = (1, 8, 128)
 PROBE_SHAPE = (2048, 512)
 PROBE_TRIALS = 5
 
 
-def measure_hardware() -> HardwareInfo:
-    """Look at this machine (a tenth of a second): threads allowed, memory free, the faster dtype for products."""
+def measure_hardware(wanted: Literal["auto", "cpu", "cuda"] = "auto") -> HardwareInfo:
+    """Look at this machine: device, threads allowed, memory free, and the faster dtype for products.
+
+    Raises:
+        ConfigError: CUDA is asked for and cannot be used.
+    """
     threads = _allowed_threads()
+    reason = why_not_cuda()
+    if wanted == "cuda" and reason:
+        raise ConfigError(f"--device cuda cannot be used: {reason}")
+    if wanted != "cpu" and not reason:
+        torch.set_num_threads(threads)
+        name = torch.cuda.get_device_name()
+        return HardwareInfo("cuda", threads, torch.cuda.mem_get_info()[0], "bfloat16", name)
     torch.set_num_threads(1)  # threads that wait for one another would measure what else runs
     fastest = _fastest_dtype()
     torch.set_num_threads(threads)
-    return HardwareInfo(
-        device="cpu",
-        num_threads=threads,
-        memory_bytes=_free_memory(),
-        fastest_dtype=fastest,
-        name=_processor_name(),
-    )
+    return HardwareInfo("cpu", threads, _free_memory(), fastest, _processor_name())
+
+
+def why_not_cuda() -> str | None:
+    """Why no CUDA device can be used; None when one can."""
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device (a CPU build of torch, no driver, or no GPU)"
+    if torch.cuda.get_device_capability() < (8, 0):
+        return "the GPU is older than compute capability 8.0"
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is missing"
+    return None
+
+
+def free_cuda_memory() -> int:
+    """Bytes free on the device once torch's cache is given back."""
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
 
 
 def _allowed_threads() -> int:
@@ -97,42 +123,73 @@ def _product_seconds(rows: int, dtype: torch.dtype) -> float:
     return least
 
 
-class Task(Generic[T]):
-    """Work given to a stream; `wait` returns its result or raises its error."""
+Work = Callable[[], Tensor | None]  # enqueues a step; the drawn ids [rows] on the device, if any
 
-    def __init__(self, work: Callable[[], T]) -> None:
+
+class Pending(Protocol):
+    """Work given to a device."""
+
+    def wait(self) -> list[int]:
+        """Block until it is done; the ids it drew. Raises what it raised."""
+
+
+class Device(Protocol):
+    """Runs work in the order in which it is given."""
+
+    torch_device: torch.device
+
+    def upload(self, numbers: array[int]) -> Tensor:
+        """Int32 numbers as a tensor on the device; nothing waits for the copy."""
+
+    def submit(self, work: Work) -> Pending:
+        """Queue work and return at once."""
+
+    def close(self) -> None:
+        """Finish what is queued."""
+
+
+class CpuTask:
+    """Work on its way through a CpuDevice."""
+
+    def __init__(self, work: Work) -> None:
         self._work = work
         self._done = threading.Event()
-        self._result: T
+        self._ids: list[int] = []
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Do the work; called by the stream."""
+        """Do the work; called by the device's thread."""
         try:
-            self._result = self._work()
+            ids = self._work()
+            self._ids = [] if ids is None else ids.tolist()
         except BaseException as error:
             self._error = error
         self._done.set()
 
-    def wait(self) -> T:
-        """Block until done."""
+    def wait(self) -> list[int]:
+        """See `Pending.wait`."""
         self._done.wait()
         if self._error is not None:
             raise self._error
-        return self._result
+        return self._ids
 
 
-class CpuStream:
-    """A thread that runs tasks in the order given: the CPU's counterpart of a CUDA stream."""
+class CpuDevice:
+    """A thread that runs work in the order given, as a CUDA stream does."""
 
     def __init__(self, threads: int) -> None:
-        self._tasks: SimpleQueue[Task[Any] | None] = SimpleQueue()
+        self.torch_device = torch.device("cpu")
+        self._tasks: SimpleQueue[CpuTask | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, args=(threads,), name="cpu-stream", daemon=True)
         self._thread.start()
 
-    def submit(self, work: Callable[[], T]) -> Task[T]:
-        """Queue work and return at once."""
-        task = Task(work)
+    def upload(self, numbers: array[int]) -> Tensor:
+        """See `Device.upload`; the tensor shares the numbers' memory."""
+        return torch.frombuffer(numbers, dtype=torch.int32) if numbers else torch.empty(0, dtype=torch.int32)
+
+    def submit(self, work: Work) -> CpuTask:
+        """See `Device.submit`."""
+        task = CpuTask(work)
         self._tasks.put(task)
         return task
 
@@ -147,3 +204,58 @@ class CpuStream:
             while (task := self._tasks.get()) is not None:
                 task.run()
                 del task
+
+
+@dataclass(frozen=True, slots=True)
+class CudaTask:
+    """Work on its way through a CUDA stream; `ids` is pinned memory that is filled when `event` has passed."""
+
+    event: torch.cuda.Event
+    ids: Tensor | None
+
+    def wait(self) -> list[int]:
+        """See `Pending.wait`."""
+        self.event.synchronize()
+        return [] if self.ids is None else self.ids.tolist()
+
+
+class CudaDevice:
+    """One CUDA stream. The host runs ahead of it; pinned buffers are torch's, which reuses none before its copy."""
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        self.stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        self.num_multiprocessors = torch.cuda.get_device_properties(self.torch_device).multi_processor_count
+
+    def upload(self, numbers: array[int]) -> Tensor:
+        """See `Device.upload`."""
+        return self.stage(numbers).to(self.torch_device, non_blocking=True)
+
+    def stage(self, numbers: array[int]) -> Tensor:
+        """Int32 numbers in pinned host memory."""
+        if not numbers:
+            return torch.empty(0, dtype=torch.int32)
+        return torch.frombuffer(numbers, dtype=torch.int32).pin_memory()
+
+    def submit(self, work: Work) -> CudaTask:
+        """See `Device.submit`."""
+        with torch.inference_mode(), torch.cuda.stream(self.stream):
+            ids = work()
+            if ids is not None:
+                ids = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True).copy_(ids, non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        return CudaTask(event, ids)
+
+    def synchronize(self) -> None:
+        """Wait for everything that was enqueued."""
+        self.stream.synchronize()
+
+    def close(self) -> None:
+        """Finish what is enqueued."""
+        self.synchronize()
+
+
+def open_device(config: ResolvedConfig) -> CpuDevice | CudaDevice:
+    """The device of a resolved configuration."""
+    return CudaDevice() if config.device == "cuda" else CpuDevice(config.threads)

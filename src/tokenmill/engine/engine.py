@@ -2,90 +2,145 @@
 
 from __future__ import annotations
 
-import logging
-import time
-from pathlib import Path
+from array import array
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from tokenmill.attention.base import AttentionBackend
-from tokenmill.attention.select import make_backend
-from tokenmill.config import ELEMENT_SIZE, ResolvedConfig, RunConfig, resolve
+from tokenmill.attention.base import AttentionBackend, GraphAttention
+from tokenmill.config import ResolvedConfig
 from tokenmill.engine import stage
-from tokenmill.engine.device import CpuStream, Task, measure_hardware
+from tokenmill.engine.device import CudaDevice, Device, Pending
+from tokenmill.engine.graphs import DecodeGraphs, Draw, room
 from tokenmill.engine.kv_pool import DeviceState, allocate
 from tokenmill.models.base import CausalLM
-from tokenmill.models.load import load_model
-from tokenmill.parallel.group import Group
+from tokenmill.sampling.base import Sampler
 from tokenmill.sampling.batch import SamplingTable
-from tokenmill.sampling.sampler import sample
+from tokenmill.sampling.select import make_sampler
 from tokenmill.sched.plan import StepPlan, StepResult
-from tokenmill.spec import ModelSpec
-from tokenmill.weights.checkpoint import open_checkpoint
-
-log = logging.getLogger(__name__)
 
 
-def load_engine(run: RunConfig, path: Path, group: Group) -> tuple[ModelEngine, ResolvedConfig, ModelSpec]:
-    """Measure the machine, resolve the configuration, load the model, allocate K/V.
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """A step that was launched.
 
-    Raises:
-        ModelUnreadable: the model's files cannot be used.
-        ConfigError: the configuration cannot work with this model on this machine.
+    `order` tells which of the plan's rows each drawn id belongs to; None: they are in the plan's order.
     """
-    hardware = measure_hardware()
-    checkpoint = open_checkpoint(path)
-    config = resolve(run, hardware, checkpoint.spec)
-    torch.set_num_threads(config.threads)
-    attention = make_backend(config.attention, checkpoint.spec)
-    dtype = getattr(torch, config.dtype)
-    started = time.perf_counter()
-    with torch.inference_mode():
-        model = load_model(checkpoint, dtype=dtype, group=group, attention=attention)
-    reason = "chosen: the faster one here" if run.model.dtype == "auto" else "as asked"
-    log.info("%s, %d threads, %s (%s)", hardware.name, config.threads, config.dtype, reason)
-    log.info("weights loaded in %.1f s", time.perf_counter() - started)
-    per_token = checkpoint.spec.kv_bytes_per_token(ELEMENT_SIZE[config.dtype])
-    log.info(
-        "K/V pool: %d pages of %d tokens, up to %d MiB; %d tokens a request at most",
-        config.num_pages,
-        config.page_size,
-        config.pool_tokens * per_token >> 20,
-        config.max_model_len,
-    )
-    return ModelEngine(model, attention, config), config, checkpoint.spec
+
+    step: int
+    pending: Pending
+    order: tuple[int, ...] | None
+
+    def wait(self) -> StepResult:
+        """Block until the step is done."""
+        ids = self.pending.wait()
+        if self.order is not None:
+            by_row = dict(zip(self.order, ids, strict=False))  # what stands past the rows is padding
+            ids = [by_row[row] for row in range(len(self.order))]
+        return StepResult(self.step, tuple(ids))
 
 
 class ModelEngine:
-    """Runs a model step by step on one stream."""
+    """Runs a model step by step on one device."""
 
-    def __init__(self, model: CausalLM, attention: AttentionBackend, config: ResolvedConfig) -> None:
+    def __init__(self, model: CausalLM, attention: AttentionBackend, config: ResolvedConfig, device: Device) -> None:
         self.config = config
         self._model = model
         self._attention = attention
-        self._state: DeviceState = allocate(config, model.spec, torch.device(config.device))
-        self._table = SamplingTable(config.max_running, torch.device(config.device))
-        self._stream = CpuStream(config.threads)
+        self._device = device
+        self._state: DeviceState = allocate(config, model.spec, model.num_kv_heads, device.torch_device)
+        self._table = SamplingTable(config.max_running + 1, device.upload)
+        self._sampler: Sampler = make_sampler(self._table, model.spec, config.max_running + 8, device.torch_device)
+        self._graphs = self._make_graphs() if config.graph_max_batch and isinstance(attention, GraphAttention) else None
 
-    def launch(self, plan: StepPlan) -> Task[StepResult]:
+    def launch(self, plan: StepPlan) -> Handle:
         """Start a step and return at once; steps run in the order in which they are launched."""
-        return self._stream.submit(lambda: self._step(plan))
+        order = self._decode_order(plan)
+        if order is None:
+            return Handle(plan.step, self._device.submit(lambda: self._run_eagerly(plan)), None)
+        return Handle(plan.step, self._device.submit(lambda: self._replay(plan, order)), order)
 
     def close(self) -> None:
         """Finish what was launched."""
-        self._stream.close()
+        self._device.close()
 
-    def _step(self, plan: StepPlan) -> StepResult:
+    def warm_up(self) -> None:
+        """Capture all graphs."""
+        if self._graphs is not None:
+            graphs = self._graphs
+            self._device.submit(lambda: graphs.capture_all(Draw.PLAIN)).wait()
+
+    def _run_eagerly(self, plan: StepPlan) -> Tensor | None:
         state = self._state
-        stage.apply_updates(plan, state, self._table)
-        batch = stage.make_batch(plan, state, self._attention)
+        stage.open_slots(plan, state, self._table, self._device.upload)
+        batch, slots, positions = stage.make_batch(plan, state, self._attention, self._device.upload)
         logits = self._model.forward(batch, state.kv)
-        sampled = [row for row in plan.rows if row.is_sampled]
-        if not sampled:
-            return StepResult(plan.step, ())
-        slots = [row.slot for row in sampled]
+        sampled = stage.Sampled.of(plan.rows)
+        if not sampled.slots:
+            return None
         if self.config.debug_checks and not torch.isfinite(logits).all():
             raise RuntimeError(f"step {plan.step}: logits are not finite")
-        ids = sample(logits, self._table, slots, [row.start + row.length for row in sampled])
-        state.last_tokens[torch.tensor(slots, device=ids.device)] = ids
-        return StepResult(plan.step, tuple(ids.tolist()))
+        return self._draw(logits, slots, positions, sampled)
+
+    def _draw(self, logits: Tensor, slots: Tensor, positions: Tensor, sampled: stage.Sampled) -> Tensor:
+        if self._table.needs_adjusting(sampled.slots):
+            self._table.adjust(logits, sampled.slots, sampled.positions)
+        is_filtered = any(map(self._table.is_filtered_slot, sampled.slots))
+        return self._sampler.draw(logits, slots, positions, self._state.last_tokens, is_filtered=is_filtered)
+
+    def _decode_order(self, plan: StepPlan) -> tuple[int, ...] | None:
+        """The rows in the order in which a graph takes them, longest first; None where the step has no graph."""
+        rows = plan.rows
+        if self._graphs is None or len(rows) > self.config.graph_max_batch:
+            return None
+        if not all(row.length == 1 and row.is_sampled for row in rows):
+            return None
+        return tuple(sorted(range(len(rows)), key=lambda index: -rows[index].start))
+
+    def _replay(self, plan: StepPlan, order: tuple[int, ...]) -> Tensor:
+        assert self._graphs is not None
+        rows = [plan.rows[index] for index in order]
+        sampled = stage.Sampled.of(rows)
+        self._table.open(stage.plan_openings(plan))
+        is_adjusted = self._table.needs_adjusting(sampled.slots)
+        is_filtered = any(map(self._table.is_filtered_slot, sampled.slots))
+        draw = Draw.LOGITS if is_adjusted else Draw.FILTERED if is_filtered else Draw.PLAIN
+        graph = self._graphs.get(len(rows), draw)
+        updates = stage.page_triples(plan)
+        if len(updates) > 3 * room(graph):
+            stage.enter_pages(self._state.page_table, self._device.upload(updates).view(-1, 3))
+            updates = array("i")
+        tokens = array("i", [stage.LAST_SAMPLED if row.token_ids is None else row.token_ids[0] for row in rows])
+        columns = tokens, array("i", [row.start for row in rows]), array("i", sampled.slots)
+        output = self._graphs.replay(graph, columns, updates)[: len(rows)]
+        if not is_adjusted:
+            return output
+        host = self._device.upload(array("i", [*sampled.slots, *sampled.positions])).long()
+        return self._draw(output, host[: len(rows)], host[len(rows) :], sampled)
+
+    def _make_graphs(self) -> DecodeGraphs:
+        assert isinstance(self._device, CudaDevice)
+        assert isinstance(self._attention, GraphAttention)
+        state, config = self._state, self.config
+        backend = self._attention
+        scratch = backend.make_scratch(config.graph_max_batch + 8, self._device.torch_device)
+
+        def body(columns: Tensor, updates: Tensor, draw: Draw) -> Tensor:
+            stage.enter_pages(state.page_table, updates)
+            _, positions, slots = columns
+            metadata = backend.plan_decode(slots, positions, state.page_table, config.page_size, scratch)
+            batch = stage.batch_of(columns, state, metadata)
+            logits = self._model.forward(batch, state.kv)
+            if draw is Draw.LOGITS:
+                return logits
+            is_filtered = draw is Draw.FILTERED
+            return self._sampler.draw(logits, slots, batch.positions + 1, state.last_tokens, is_filtered=is_filtered)
+
+        return DecodeGraphs(
+            body,
+            config.graph_max_batch,
+            self._device,
+            spare_slot=state.spare_slot,
+            spare_page=config.num_pages,
+        )

@@ -14,23 +14,32 @@ from tokenmill.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class DeviceState:
-    """Written only by the engine, in the order of the steps."""
+    """Written only by the engine, in the order of the steps.
+
+    Slot `spare_slot` belongs to no request; its only page lies behind the scheduler's pages. Padded rows use it.
+    """
 
     kv: KVCache
-    page_table: Tensor  # [slots, pages_per_request] int64
-    last_tokens: Tensor  # [slots] int64
+    page_table: Tensor  # [slots + 1, pages_per_request] int64 on a CPU, else int32
+    last_tokens: Tensor  # [slots + 1] int64
+    spare_slot: int
 
 
-def allocate(config: ResolvedConfig, spec: ModelSpec, device: torch.device) -> DeviceState:
-    """Room for `config.num_pages` pages. On a CPU the memory is taken as pages are first written."""
-    shape = (spec.num_layers, config.pool_tokens, spec.num_kv_heads, spec.head_dim)
+def allocate(config: ResolvedConfig, spec: ModelSpec, num_kv_heads: int, device: torch.device) -> DeviceState:
+    """Room for `config.num_pages` pages and a spare one. On a CPU memory is taken as pages are first written."""
+    shape = (spec.num_layers, config.pool_tokens + config.page_size, num_kv_heads, spec.head_dim)
     dtype = getattr(torch, config.dtype)
+    slots = config.max_running + 1
+    index = torch.int64 if device.type == "cpu" else torch.int32
+    page_table = torch.zeros((slots, config.pages_per_request), dtype=index, device=device)
+    page_table[config.max_running] = config.num_pages
     return DeviceState(
         kv=KVCache(
             keys=torch.empty(shape, dtype=dtype, device=device),
             values=torch.empty(shape, dtype=dtype, device=device),
             page_size=config.page_size,
         ),
-        page_table=torch.zeros((config.max_running, config.pages_per_request), dtype=torch.int64, device=device),
-        last_tokens=torch.zeros(config.max_running, dtype=torch.int64, device=device),
+        page_table=page_table,
+        last_tokens=torch.zeros(slots, dtype=torch.int64, device=device),
+        spare_slot=config.max_running,
     )

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import torch
+
 from tokenmill.errors import ConfigError
 from tokenmill.ops.api import Ops
 from tokenmill.ops.reference import ReferenceOps
 
 
-def make_ops(name: str) -> Ops:
-    """The operations called `name`.
+def make_ops(name: str, device: torch.device | None = None) -> Ops:
+    """The operations called `name`; "triton" needs a CUDA device.
 
     Raises:
         ConfigError: there are none of that name.
     """
     if name == "reference":
         return ReferenceOps()
-    raise ConfigError(f"there are no operations called {name!r}; known: reference")
+    if name == "triton" and device is not None:
+        from tokenmill.ops.triton.ops import TritonOps
+
+        return TritonOps(device)
+    raise ConfigError(f"there are no operations called {name!r}; known: reference, triton")

@@ -2,57 +2,81 @@
 
 from __future__ import annotations
 
+import struct
+from array import array
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
 from tokenmill.types import SamplingParams
 
 TOP_K_LIMIT = 1024
+NO_LIMIT = 0
+COLUMNS = 8  # slot, temperature, top_k, top_p, min_p, is_greedy as int32; seed as two
+
+Upload = Callable[["array[int]"], Tensor]  # int32 numbers to a tensor on the device
+Opening = tuple[int, SamplingParams, int, tuple[int, ...]]  # slot, parameters, prompt length, blocked ids
 
 
 class SamplingTable:
-    """One row a slot; `open` writes it when a request takes the slot. Written only by the engine."""
+    """One row a slot; `open` writes it when a request takes the slot. Written only by the engine.
 
-    def __init__(self, num_slots: int, device: torch.device) -> None:
-        self.device = device
-        self.temperature = torch.zeros(num_slots, dtype=torch.float32, device=device)
-        self.top_k = torch.zeros(num_slots, dtype=torch.int64, device=device)
+    `upload` brings int32 numbers to the device in one copy that nothing waits for.
+    """
+
+    def __init__(self, num_slots: int, upload: Upload) -> None:
+        device = upload(array("i")).device
+        self._upload = upload
+        self.temperature = torch.ones(num_slots, dtype=torch.float32, device=device)
+        self.top_k = torch.zeros(num_slots, dtype=torch.int32, device=device)
         self.top_p = torch.ones(num_slots, dtype=torch.float32, device=device)
         self.min_p = torch.zeros(num_slots, dtype=torch.float32, device=device)
         self.seed = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self._is_greedy = [True] * num_slots
-        self._is_filtered = [False] * num_slots
+        self.is_greedy = torch.ones(num_slots, dtype=torch.int32, device=device)
+        self._greedy_slots = [True] * num_slots
+        self._filtered_slots = [False] * num_slots
         self._bias: dict[int, tuple[Tensor, Tensor]] = {}
         self._blocked: dict[int, tuple[int, Tensor]] = {}
 
-    def open(self, slot: int, params: SamplingParams, prompt_len: int, blocked_ids: tuple[int, ...]) -> None:
-        """Load a request's parameters into `slot`; what was there before is forgotten."""
-        self.temperature[slot] = params.temperature
-        self.top_k[slot] = max(params.top_k, 0)
-        self.top_p[slot] = params.top_p
-        self.min_p[slot] = params.min_p
-        self.seed[slot] = params.seed or 0
-        self._is_greedy[slot] = params.is_greedy
-        self._is_filtered[slot] = params.top_k > 0 or params.top_p < 1.0
-        self._bias.pop(slot, None)
-        self._blocked.pop(slot, None)
-        if params.logit_bias:
-            ids = torch.tensor(list(params.logit_bias), dtype=torch.int64, device=self.device)
-            values = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=self.device)
-            self._bias[slot] = ids, values
-        if blocked_ids and params.min_tokens:
-            ids = torch.tensor(blocked_ids, dtype=torch.int64, device=self.device)
-            self._blocked[slot] = prompt_len + params.min_tokens, ids
+    def open(self, openings: Sequence[Opening]) -> None:
+        """Load requests' parameters into their slots; what was there before is forgotten."""
+        if not openings:
+            return
+        numbers = array("i")
+        for slot, params, prompt_len, blocked_ids in openings:
+            packed = struct.pack(
+                "<ififfiq", slot, params.temperature, max(params.top_k, NO_LIMIT), params.top_p, params.min_p,
+                params.is_greedy, params.seed or 0,
+            )  # fmt: skip
+            numbers.frombytes(packed)
+            self._greedy_slots[slot] = params.is_greedy
+            self._filtered_slots[slot] = not params.is_greedy and (params.top_k > 0 or params.top_p < 1.0)
+            self._open_sparse(slot, params, prompt_len, blocked_ids)
+        rows = self._upload(numbers).view(-1, COLUMNS)
+        slots = rows[:, 0].long()
+        self.temperature.index_copy_(0, slots, rows[:, 1].contiguous().view(torch.float32))
+        self.top_k.index_copy_(0, slots, rows[:, 2])
+        self.top_p.index_copy_(0, slots, rows[:, 3].contiguous().view(torch.float32))
+        self.min_p.index_copy_(0, slots, rows[:, 4].contiguous().view(torch.float32))
+        self.is_greedy.index_copy_(0, slots, rows[:, 5])
+        self.seed.index_copy_(0, slots, rows[:, 6:].contiguous().view(torch.int64).flatten())
 
-    def is_greedy(self, slot: int) -> bool:
+    def is_greedy_slot(self, slot: int) -> bool:
         """Whether the slot takes the likeliest token."""
-        return self._is_greedy[slot]
+        return self._greedy_slots[slot]
 
-    def is_filtered(self, slot: int) -> bool:
-        """Whether the slot needs its tokens in order of probability (top_k or top_p)."""
-        return self._is_filtered[slot]
+    def is_filtered_slot(self, slot: int) -> bool:
+        """Whether the slot draws and needs its tokens in order of probability (top_k or top_p)."""
+        return self._filtered_slots[slot]
 
-    def adjust(self, logits: Tensor, slots: list[int], positions: list[int]) -> None:
+    def needs_adjusting(self, slots: Sequence[int]) -> bool:
+        """Whether `adjust` has anything to do for these slots."""
+        if not self._bias and not self._blocked:
+            return False
+        return any(slot in self._bias or slot in self._blocked for slot in slots)
+
+    def adjust(self, logits: Tensor, slots: Sequence[int], positions: Sequence[int]) -> None:
         """Add biases and forbid early ends, in place.
 
         Args:
@@ -68,3 +92,15 @@ class SamplingTable:
                 first_free, ids = self._blocked[slot]
                 if positions[index] < first_free:
                     logits[index].index_fill_(0, ids, float("-inf"))
+
+    def _open_sparse(self, slot: int, params: SamplingParams, prompt_len: int, blocked_ids: tuple[int, ...]) -> None:
+        self._bias.pop(slot, None)
+        self._blocked.pop(slot, None)
+        if params.logit_bias:
+            values = array("f", params.logit_bias.values())
+            bits = array("i")
+            bits.frombytes(values.tobytes())
+            ids = self._upload(array("i", params.logit_bias)).long()
+            self._bias[slot] = ids, self._upload(bits).view(torch.float32)
+        if blocked_ids and params.min_tokens:
+            self._blocked[slot] = prompt_len + params.min_tokens, self._upload(array("i", blocked_ids)).long()

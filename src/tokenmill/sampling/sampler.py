@@ -68,9 +68,9 @@ def sample(logits: Tensor, table: SamplingTable, slots: list[int], positions: li
     """
     table.adjust(logits, slots, positions)
     ids = logits.argmax(dim=-1)
-    drawn = [index for index, slot in enumerate(slots) if not table.is_greedy(slot)]
+    drawn = [index for index, slot in enumerate(slots) if not table.is_greedy_slot(slot)]
     for is_filtered, draw in ((False, _draw_plain), (True, _draw_ranked)):
-        rows = [index for index in drawn if table.is_filtered(slots[index]) is is_filtered]
+        rows = [index for index in drawn if table.is_filtered_slot(slots[index]) is is_filtered]
         if rows:
             at = torch.tensor(rows, device=logits.device)
             slot = torch.tensor([slots[index] for index in rows], device=logits.device)

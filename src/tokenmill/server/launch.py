@@ -50,14 +50,20 @@ Planner = Callable[[RunConfig, ServerConfig, Path, Path], Sequence[ProcessPlan]]
 def plan_processes(run: RunConfig, server: ServerConfig, model: Path, directory: Path) -> list[ProcessPlan]:
     """The engine's processes; pipes lie in `directory`."""
     template = None if run.model.chat_template is None else Path(run.model.chat_template)
-    tokenizers = [TokenizerSettings(model, directory, index, template) for index in range(server.tokenizers)]
+    tokenizers = [
+        TokenizerSettings(model, directory, index, template, run.model.random_weights)
+        for index in range(server.tokenizers)
+    ]
     level = server.log_level
     return [
         ProcessPlan(
             "scheduler-0", "tokenmill.worker.main:run_scheduler", _scheduler(run, server, model, directory), level
         ),
         ProcessPlan(
-            "detokenizer", "tokenmill.text.worker:run_detokenizer", DetokenizerSettings(model, directory), level
+            "detokenizer",
+            "tokenmill.text.worker:run_detokenizer",
+            DetokenizerSettings(model, directory, run.model.random_weights),
+            level,
         ),
         *(
             ProcessPlan(f"tokenizer-{settings.index}", "tokenmill.text.worker:run_tokenizer", settings, level)
@@ -82,7 +88,7 @@ def serve(run: RunConfig, server: ServerConfig, planner: Planner = plan_processe
     _check(server)
     log.configure("server", server.log_level)
     with bind(server.host, server.port) as listener, _terminate_as_interrupt(), private_directory() as directory:
-        model = resolve_model(run.model.model)
+        model = resolve_model(run.model.model, needs_weights=not run.model.random_weights)
         supervisor = Supervisor(server.start_timeout)
         try:
             ready = supervisor.start(planner(run, server, model.path, directory))

@@ -14,11 +14,13 @@ class TokenizerSettings:
     directory: Path
     index: int
     chat_template: Path | None = None
+    or_bytes: bool = False
 
 
 @dataclass(frozen=True)
 class DetokenizerSettings:
-    """The detokenizer: the model's files and the run's private directory."""
+    """The detokenizer: the model's files and the run's private directory. `or_bytes`: see `Tokenizer.load`."""
 
     model: Path
     directory: Path
+    or_bytes: bool = False

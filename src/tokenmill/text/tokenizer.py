@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenmill.text.gguf_vocab import load_gguf_vocabulary
 from tokenmill.text.hf_folder import load_folder_vocabulary
-from tokenmill.text.vocabulary import Vocabulary, token_bytes
+from tokenmill.text.vocabulary import Vocabulary, byte_vocabulary, token_bytes
 
 SURROGATES = re.compile("[\ud800-\udfff]")
 NORMALIZER_SHRINK = 4
@@ -38,12 +38,14 @@ class Tokenizer:
         self._letters_per_token = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
     @classmethod
-    def load(cls, path: Path) -> Tokenizer:
-        """Read a Hugging Face folder or a GGUF file.
+    def load(cls, path: Path, *, or_bytes: bool = False) -> Tokenizer:
+        """Read a Hugging Face folder or a GGUF file; with `or_bytes` a folder without a tokenizer gets one of bytes.
 
         Raises:
             ModelUnreadable: nothing there to make a tokenizer of, or it is damaged.
         """
+        if or_bytes and path.is_dir() and not (path / "tokenizer.json").exists():
+            return cls(byte_vocabulary())
         return cls(load_folder_vocabulary(path) if path.is_dir() else load_gguf_vocabulary(path))
 
     @property

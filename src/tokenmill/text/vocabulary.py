@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 
 SPACE_MARK = "▁"
 
@@ -40,6 +43,14 @@ def byte_alphabet() -> dict[str, int]:
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+def byte_vocabulary() -> Vocabulary:
+    """A token for each byte and no other: for models of random numbers that come without a tokenizer."""
+    backend = Backend(BPE(vocab={letter: index for index, letter in enumerate(byte_alphabet())}, merges=[]))
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    backend.decoder = ByteLevelDecoder()
+    return Vocabulary(backend=backend, end_ids=(), special_tokens={})
 
 
 def token_bytes(backend: Backend) -> tuple[TokenBytes | None, bool]:

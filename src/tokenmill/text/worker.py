@@ -334,7 +334,7 @@ def run_tokenizer(settings: TokenizerSettings, report: Report) -> None:
     Raises:
         TokenmillError: model or template cannot be used.
     """
-    tokenizer = Tokenizer.load(settings.model)
+    tokenizer = Tokenizer.load(settings.model, or_bytes=settings.or_bytes)
     template = load_template(tokenizer, settings.chat_template)
     with ExitStack() as stack:
         inbox, scheduler, server = _channels(stack, settings.directory, f"tokenizer-{settings.index}", ToTokenizer)
@@ -352,7 +352,7 @@ def run_detokenizer(settings: DetokenizerSettings, report: Report) -> None:
     Raises:
         TokenmillError: the model cannot be used.
     """
-    tokenizer = Tokenizer.load(settings.model)
+    tokenizer = Tokenizer.load(settings.model, or_bytes=settings.or_bytes)
     with ExitStack() as stack:
         inbox, scheduler, server = _channels(stack, settings.directory, "detokenizer", ToDetokenizer)
         report.ready(vocab_size=tokenizer.vocab_size)

@@ -32,10 +32,7 @@ def read_folder(folder: Path) -> tuple[ModelSpec, dict[str, StoredTensor]]:
     Raises:
         ModelUnreadable: files missing, damaged or contradicting each other.
     """
-    config_path = folder / "config.json"
-    if not config_path.is_file():
-        raise ModelUnreadable(f"{folder} has no config.json: it is not a model folder in Hugging Face layout")
-    spec = spec_from_config(_json(config_path, config_path.read_bytes), str(config_path))
+    spec = read_spec(folder)
     tensors: dict[str, StoredTensor] = {}
     for path in _weight_files(folder):
         for name, tensor in read_safetensors(path).items():
@@ -44,6 +41,18 @@ def read_folder(folder: Path) -> tuple[ModelSpec, dict[str, StoredTensor]]:
             tensors[name] = tensor
     check_ends(tensors)
     return spec, tensors
+
+
+def read_spec(folder: Path) -> ModelSpec:
+    """The model's shape, from config.json alone.
+
+    Raises:
+        ModelUnreadable: there is none, or it is damaged or not supported.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ModelUnreadable(f"{folder} has no config.json: it is not a model folder in Hugging Face layout")
+    return spec_from_config(_json(path, path.read_bytes), str(path))
 
 
 def read_safetensors(path: Path) -> dict[str, StoredTensor]:

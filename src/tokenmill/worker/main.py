@@ -7,7 +7,7 @@ from contextlib import ExitStack, closing
 
 import zmq
 
-from tokenmill.engine.engine import load_engine
+from tokenmill.engine.load import load_engine
 from tokenmill.parallel.group import Group
 from tokenmill.procs import Report
 from tokenmill.sched.scheduler import Scheduler
