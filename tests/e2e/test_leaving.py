@@ -84,7 +84,8 @@ def descriptors(server: Server) -> dict[str, int]:
 
 
 def test_clients_that_leave_leave_nothing(small: Server) -> None:
-    small.complete(["warm up", "both tokenizers"], max_tokens=2)
+    small.complete(["through one tokenizer", "and the other"], max_tokens=2)
+    small.pulse()  # now every pipe between the processes is connected
     before = descriptors(small)
     with ThreadPoolExecutor(40) as pool:
         list(pool.map(visit, [small.port] * CLIENTS, range(CLIENTS)))
