@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -108,6 +109,16 @@ def test_without_flags_the_defaults_are_those_of_the_config() -> None:
     assert parse(PullFlags, "pull", []).model == DEFAULT_MODEL
 
 
+def test_numbers_left_open_are_called_auto(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = parse(ServeFlags, "serve", ["--max-running", "auto", "--num-pages", "7", "--memory-fraction", "0.5"])
+    assert flags.run.scheduler.max_running is None
+    assert (flags.run.engine.num_pages, flags.run.engine.memory_fraction) == (7, 0.5)
+    for wrong in ("many", "1.5"):
+        with pytest.raises(SystemExit):
+            parse(ServeFlags, "serve", ["--max-running", wrong])
+        assert "--max-running {auto}|INT" in capsys.readouterr().err
+
+
 def test_pull_tells_where_a_model_lies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(b"GGUF")
@@ -134,6 +145,8 @@ def test_values_that_cannot_work_are_named(flag: str, value: str, capsys: pytest
 
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:
-    command = f"{sys.executable} -m tokenmill serve --help | head -c 1"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
-    assert done.stderr == ""
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    for arguments in ("serve --help", "--help"):
+        command = f"{sys.executable} -m tokenmill {arguments} | true"
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, env=buffered)
+        assert done.stderr == ""

@@ -90,6 +90,18 @@ COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        try:
+            return _run(given)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _run(given: Sequence[str]) -> int:
     name = given[0] if given else "--help"
     if name in ("-h", "--help", "help"):
         print(_overview())
@@ -107,10 +119,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return USER_ERROR
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
-        # The interpreter flushes stdout once more at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
 
 
 def _overview() -> str:

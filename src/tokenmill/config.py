@@ -43,7 +43,7 @@ class ModelConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of weights and K/V; auto is the faster of the two on this processor."""
     max_model_len: int | None = None
-    """Longest prompt plus output in tokens; default is what the model and the K/V pool allow."""
+    """Longest prompt plus output in tokens; auto is what the model and the K/V pool allow."""
     random_weights: bool = False
     """Take config.json alone and fill the model with seeded random numbers, to measure speed."""
     chat_template: str | None = None
@@ -61,11 +61,11 @@ class EngineConfig:
     page_size: int = 16
     """Tokens a K/V page."""
     num_pages: int | None = None
-    """K/V pages; default is sized from free memory."""
+    """K/V pages; auto sizes the pool from free memory."""
     memory_fraction: float | None = None
-    """Share of free memory that the K/V pool may take when --num-pages is not given; default 0.25, on CUDA 0.9."""
+    """Share of free memory that the K/V pool may take when --num-pages is auto; auto is 0.25, on CUDA 0.9."""
     threads: int | None = None
-    """Compute threads; default is the processor's cores."""
+    """Compute threads; auto is the cores that this process may use."""
     graph_max_batch: int = 256
     """Largest step of decode rows that is replayed as a CUDA graph; 0 turns graphs off."""
     capture_first: bool = False
@@ -83,9 +83,9 @@ class SchedulerConfig:
     batch_policy: Literal["mixed", "prefill-first"] = "mixed"
     """mixed puts decode rows and prompt chunks into one step; prefill-first alternates."""
     max_running: int | None = None
-    """Most requests that run at once; default 64, on CUDA 256."""
+    """Most requests that run at once; auto is 64, on CUDA 256."""
     prefill_budget: int | None = None
-    """Most prompt tokens a step; longer prompts are cut into chunks. Default 512, on CUDA 8192."""
+    """Most prompt tokens a step; longer prompts are cut into chunks. auto is 512, on CUDA 8192."""
     prefix_cache: bool = True
     """Keep K/V of finished requests for prompts that start alike."""
     reserve_ratio: float = 0.3
@@ -195,7 +195,7 @@ def resolve(raw: RunConfig, hardware: HardwareInfo, spec: ModelSpec) -> Resolved
         prefix_cache=scheduler.prefix_cache,
         reserve_ratio=scheduler.reserve_ratio,
         graph_max_batch=min(engine.graph_max_batch, max_running) if hardware.device == "cuda" else 0,
-        capture_first=engine.capture_first,
+        capture_first=engine.capture_first and hardware.device == "cuda",
         debug_checks=engine.debug_checks,
     )
     needed = config.pool_tokens * spec.kv_bytes_per_token(ELEMENT_SIZE[dtype])

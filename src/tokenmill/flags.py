@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from types import NoneType
+from typing import Any, TypeVar, get_args
 
 import msgspec
 import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from tokenmill.config import DEFAULT_MODEL, EngineConfig, ModelConfig, RunConfig, SchedulerConfig, ServerConfig
 from tokenmill.types import SamplingParams
@@ -47,10 +49,10 @@ class ServeFlags(RunFlags):
 
 @dataclass(frozen=True)
 class SamplingFlags:
-    """How to draw; what is left out is as the model's files recommend."""
+    """How to draw; auto is as the model's files recommend."""
 
     max_tokens: int | None = None
-    """Most tokens to generate; default is what the context leaves."""
+    """Most tokens to generate; auto is what the context leaves."""
     temperature: float | None = None
     """0 always takes the likeliest token."""
     top_k: int | None = None
@@ -60,7 +62,7 @@ class SamplingFlags:
     min_p: float | None = None
     """Drop tokens less likely than this share of the likeliest one."""
     seed: int | None = None
-    """Makes answers repeatable."""
+    """Makes answers repeatable; auto draws a new one each time."""
 
     def over(self, defaults: SamplingParams) -> SamplingParams:
         """`defaults` with the flags that were given."""
@@ -117,4 +119,23 @@ class PullFlags:
 
 def parse(kind: type[T], command: str, arguments: Sequence[str]) -> T:
     """The flags of `tokenmill COMMAND`; exits with 2 and a message when they are wrong, with 0 after --help."""
-    return tyro.cli(kind, prog=f"tokenmill {command}", args=arguments, config=(tyro.conf.OmitArgPrefixes,))
+    registry = ConstructorRegistry()
+    registry.primitive_rule(_number_or_auto)
+    return tyro.cli(
+        kind, prog=f"tokenmill {command}", args=arguments, config=(tyro.conf.OmitArgPrefixes,), registry=registry
+    )
+
+
+def _number_or_auto(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    """A number that may be left open is called "auto" then, as in flags that are a choice."""
+    kinds = get_args(info.type)
+    if kinds not in ((int, NoneType), (float, NoneType)):
+        return None
+    number: type[int] | type[float] = kinds[0]
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=f"{{auto}}|{number.__name__.upper()}",
+        instance_from_str=lambda given: None if given[0] == "auto" else number(given[0]),
+        is_instance=lambda value: value is None or isinstance(value, number),
+        str_from_instance=lambda value: ["auto" if value is None else str(value)],
+    )
