@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ class FakeLLM:
     asked: list[Any] = field(default_factory=list)
     params: list[SamplingParams | None] = field(default_factory=list)
     aborted: int = 0
+    num_deltas: int = 0
 
     def stream(self, prompt: Any, params: SamplingParams | None = None, /) -> Iterator[TextDelta]:
         self.asked.append(prompt)
@@ -42,7 +44,10 @@ class FakeLLM:
         if self.refuse in str(prompt):
             raise RequestTooLong("the prompt is too long")
         try:
+            self.num_deltas = 1
+            yield TextDelta(uid=1, accepted=True)
             for index, word in enumerate(self.words):
+                self.num_deltas += 1
                 if index == self.interrupt_at:
                     os.kill(os.getpid(), signal.SIGINT)
                 is_last = index == len(self.words) - 1
@@ -89,6 +94,12 @@ class TestChat:
         captured = capsys.readouterr()
         assert captured.out == "one two three\n" * 2
         assert captured.err.count("3 tokens, first after ") == 2
+
+    def test_times_are_those_of_tokens(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        llm = FakeLLM()
+        monkeypatch.setattr(terminal, "time", SimpleNamespace(perf_counter=lambda: llm.num_deltas))
+        outcome = terminal.Conversation(llm).answer("hello", lambda text: None)
+        assert outcome.note == "3 tokens, first after 2.00 s, 1.0 tokens/s"
 
     def test_without_a_system_text_none_is_sent(self) -> None:
         llm = FakeLLM()

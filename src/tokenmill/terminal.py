@@ -169,18 +169,20 @@ def generate(llm: Streamer, prompt: str, params: SamplingParams | None = None) -
 def _stream(
     llm: Streamer, prompt: str | Sequence[dict[str, Any]], params: SamplingParams | None, write: Callable[[str], None]
 ) -> Outcome:
-    started, first, tokens = time.perf_counter(), None, 0
+    started, first, tokens_at_first, tokens = time.perf_counter(), None, 0, 0
     ended: FinishReason | None = None
     with _interrupt_flag() as interrupted, closing(llm.stream(prompt, params)) as deltas:
         for delta in deltas:
-            first = first or time.perf_counter()
             write(delta.text)
             tokens, ended = delta.completion_tokens, delta.finish_reason
+            if first is None and tokens:
+                first, tokens_at_first = time.perf_counter(), tokens
             if interrupted.is_set():
                 break
     now = time.perf_counter()
     first = first or now
-    speed = f", {(tokens - 1) / (now - first):.1f} tokens/s" if tokens > 1 and now > first else ""
+    later = tokens - tokens_at_first
+    speed = f", {later / (now - first):.1f} tokens/s" if later and now > first else ""
     how = "stopped; " if interrupted.is_set() else "length limit reached; " if ended is FinishReason.LENGTH else ""
     return Outcome(f"{how}{tokens} tokens, first after {first - started:.2f} s{speed}", interrupted.is_set())
 
