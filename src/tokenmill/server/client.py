@@ -265,6 +265,11 @@ class EngineClient:
             if not waiter.done():
                 waiter.set_exception(error)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is open."""
+        return self._idle.is_set()
+
     async def idle(self) -> None:
         """Wait until no request is open."""
         await self._idle.wait()

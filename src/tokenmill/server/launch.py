@@ -228,7 +228,9 @@ class _Running:
             http.should_exit = True
             farewell: TokenmillError = Overloaded("the server is shutting down")
             if stopping.done() and not death.done():
-                logger.info("stopping; running requests get %g s, another Ctrl-C ends them", self.server.shutdown_grace)
+                if not client.is_idle:
+                    grace = self.server.shutdown_grace
+                    logger.info("stopping; running requests get %g s, another Ctrl-C ends them", grace)
                 draining = asyncio.create_task(client.idle())
                 tasks.add(draining)
                 await asyncio.wait(
