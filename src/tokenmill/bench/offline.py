@@ -82,4 +82,4 @@ def _spread(values: list[float | None]) -> list[float] | None:
 
 
 def _words(values: list[float] | None) -> str:
-    return "-" if values is None else f"{values[0]:.4g}\n{values[1]:.4g} to {values[2]:.4g}"
+    return "-" if values is None else f"{values[0]:.4g}\n{values[1]:.4g}–{values[2]:.4g}"
