@@ -40,7 +40,7 @@ def load_engine(run: RunConfig, path: Path, group: Group) -> tuple[ModelEngine, 
     log.info("weights loaded in %.1f s", time.perf_counter() - started)
     if hardware.device == "cuda":
         hardware = dataclasses.replace(hardware, memory_bytes=free_cuda_memory())
-    config = resolve(run, hardware, model.spec)
+    config = dataclasses.replace(resolve(run, hardware, model.spec), attention=attention.name)
     reason = "chosen: the faster one here" if run.model.dtype == "auto" else "as asked"
     threads = "" if hardware.device == "cuda" else f", {config.threads} threads"
     log.info("%s%s, %s (%s), %s attention", hardware.name, threads, dtype, reason, config.attention)
