@@ -1,6 +1,7 @@
 # make serve            install, fetch the default model, serve it on http://127.0.0.1:8000
 # make serve MODEL=org/name ARGS="--port 9000"
 # make test             all tests;  make check: format, lint, types, imports and the fast tests
+# make bench            measure the engine on this machine, without a server
 # make test COVERAGE=   without coverage, which slows the pure-Python tests down
 # TORCH_INDEX=URL       an extra package index for torch, for example one with CPU builds only
 
