@@ -5,11 +5,13 @@ import signal
 import threading
 
 import pytest
+import torch
 
 import tokenmill
 from tests.support.tiny_models import make_tiny_llama
 from tokenmill import LLM, SamplingParams
 from tokenmill.errors import ConfigError, InvalidRequest, ModelNotFound, TokenmillError
+from tokenmill.sampling import base as sampling_base
 from tokenmill.types import FinishReason
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -165,3 +167,20 @@ def test_a_closed_llm_says_so(tmp_path):
 def test_the_package_exports_llm():
     assert tokenmill.LLM is LLM
     assert not hasattr(tokenmill, "nothing")
+
+
+def test_a_bias_is_added_once(llm, monkeypatch):
+    seen = []
+    sample = sampling_base.sample
+
+    def spy(logits, *rest):
+        seen.append(logits[0, :20].clone())
+        return sample(logits, *rest)
+
+    monkeypatch.setattr(sampling_base, "sample", spy)
+    one = SamplingParams(temperature=0, max_tokens=1)
+    llm.generate([9, 8, 7], one)
+    llm.generate([9, 8, 7], SamplingParams(temperature=0, max_tokens=1, logit_bias={5: 3.0, 7: -2.0}))
+    expected = torch.zeros(20)
+    expected[[5, 7]] = torch.tensor([3.0, -2.0])
+    torch.testing.assert_close(seen[1] - seen[0], expected, atol=1e-4, rtol=0)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from tokenmill.errors import ConfigError
-from tokenmill.ops.api import HeadNorms, Ops, Rotation
+from tokenmill.ops.api import HeadNorms, Norm, Ops, Rotation
 from tokenmill.ops.select import make_ops
 
 OPS = ["reference"]
@@ -33,16 +33,25 @@ def test_rms_norm_sums_wide(ops: Ops, dtype: torch.dtype) -> None:
     x, weight = (random(3, 300) * 100).to(dtype), random(300, seed=1).to(dtype)
     wide = x.double()
     expected = wide / (wide.square().mean(-1, keepdim=True) + 0.5).sqrt() * weight.double()
-    found = ops.rms_norm(x, weight, 0.5)
+    found = ops.rms_norm(x, Norm(weight, 0.5))
     assert found.dtype == dtype
     torch.testing.assert_close(found, expected.to(dtype))
 
 
-def test_add_rms_norm_returns_both(ops: Ops) -> None:
-    x, residual, weight = random(2, 8), random(2, 8, seed=1), random(8, seed=2)
-    normed, total = ops.add_rms_norm(x, residual, weight, 1e-5)
-    torch.testing.assert_close(total, x + residual)
-    torch.testing.assert_close(normed, ops.rms_norm(x + residual, weight, 1e-5))
+def test_linear_takes_norm_and_residual(ops: Ops) -> None:
+    x, weight, bias, residual = random(3, 5), random(4, 5, seed=1), random(4, seed=2), random(3, 4, seed=3)
+    norm, kept = Norm(random(5, seed=4), 1e-5), residual.clone()
+    expected = residual + ops.rms_norm(x, norm) @ weight.T + bias
+    torch.testing.assert_close(ops.linear(x, weight, bias, norm=norm, residual=residual), expected)
+    assert torch.equal(residual, kept)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_gated_linear(ops: Ops, has_bias: bool) -> None:
+    x, weight, norm = random(3, 6), random(10, 6, seed=1), Norm(random(6, seed=2), 1e-5)
+    bias = random(10, seed=3) if has_bias else None
+    gate, up = ops.linear(x, weight, bias, norm=norm).split(5, dim=-1)
+    torch.testing.assert_close(ops.gated_linear(x, weight, bias, norm=norm), gate / (1 + (-gate).exp()) * up)
 
 
 def angles_of(tokens: int, rotary_dim: int) -> tuple[torch.Tensor, Rotation]:
@@ -67,8 +76,8 @@ def test_prepare_qkv_normalises_turns_and_stores(ops: Ops, rotary_dim: int, has_
     query = ops.prepare_qkv(qkv, rotation, norms, keys, values, torch.tensor([4, 1, 7]))
     plain_query, plain_key = qkv[:, :4], qkv[:, 4:6]
     if norms is not None:
-        plain_query = ops.rms_norm(plain_query, norms.query, norms.eps)
-        plain_key = ops.rms_norm(plain_key, norms.key, norms.eps)
+        plain_query = ops.rms_norm(plain_query, Norm(norms.query, norms.eps))
+        plain_key = ops.rms_norm(plain_key, Norm(norms.key, norms.eps))
     torch.testing.assert_close(query, turned(plain_query, angles))
     torch.testing.assert_close(keys[[4, 1, 7]], turned(plain_key, angles))
     torch.testing.assert_close(values[[4, 1, 7]], qkv[:, 6:])
@@ -84,9 +93,3 @@ def test_prepare_qkv_keeps_half_precision(ops: Ops) -> None:
     query = ops.prepare_qkv(qkv, still, None, keys, values, torch.tensor([0, 1]))
     torch.testing.assert_close(query, qkv[:, :1])
     torch.testing.assert_close(keys, qkv[:, 1:2])
-
-
-def test_silu_and_mul(ops: Ops) -> None:
-    x = random(3, 10)
-    gate, up = x[:, :5], x[:, 5:]
-    torch.testing.assert_close(ops.silu_and_mul(x), gate / (1 + (-gate).exp()) * up)

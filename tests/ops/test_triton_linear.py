@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from tests.ops.kernels import DEVICE, DTYPES, TOLERANCE, poisoned, random, unaligned
 
 pytest.importorskip("triton")
+from tokenmill.ops.api import Norm
+from tokenmill.ops.reference import ReferenceOps
 from tokenmill.ops.triton.linear import LinearConfig, LinearScratch, choose, dot, gemv
 from tokenmill.ops.triton.ops import TritonOps
 
@@ -102,8 +104,19 @@ def test_every_choice_fits_its_scratch():
     assert choose(65, 1024, 1024) is None
 
 
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("rows", [0, 2, 6, 70])
-def test_ops_linear_takes_any_number_of_rows(rows):
-    x, weight, bias = random(rows, 24), random(10, 24, seed=1), random(10, seed=2)
-    found = TritonOps(DEVICE).linear(x, weight, bias)
-    torch.testing.assert_close(found, F.linear(x, weight, bias), rtol=1e-4, atol=1e-4)
+def test_ops_equal_the_reference(rows, has_bias, has_residual, has_norm):
+    x, weight = random(rows, 24), random(10, 24, seed=1)
+    bias = random(10, seed=2) if has_bias else None
+    residual = random(rows, 10, seed=3) if has_residual else None
+    norm = Norm(random(24, seed=4), 1e-5)
+    ours, twin = TritonOps(DEVICE), ReferenceOps()
+    options = {"norm": norm if has_norm else None, "residual": residual}
+    expected = twin.linear(x, weight, bias, **options)
+    torch.testing.assert_close(ours.linear(x, weight, bias, **options), expected, rtol=1e-4, atol=1e-4)
+    if not has_residual:
+        gated = twin.gated_linear(x, weight, bias, norm=norm)
+        torch.testing.assert_close(ours.gated_linear(x, weight, bias, norm=norm), gated, rtol=1e-4, atol=1e-4)

@@ -45,11 +45,9 @@ def draw(
 ) -> tuple[list[int], list[int]]:
     """What the kernels and what the sampler draw."""
     rows, vocab = logits.shape
-    table = SamplingTable(rows, DEVICE)
-    for slot, its in enumerate(params):
-        table.open(slot, its, 0, ())
-    greedy = torch.tensor([its.is_greedy for its in params], device=DEVICE)
-    columns = SamplingColumns(table.temperature, table.top_k, table.top_p, table.min_p, table.seed, greedy)
+    table = SamplingTable(rows, lambda numbers: torch.tensor(numbers, dtype=torch.int32, device=DEVICE))
+    table.open([(slot, its, 0, ()) for slot, its in enumerate(params)])
+    columns = SamplingColumns(table.temperature, table.top_k, table.top_p, table.min_p, table.seed, table.is_greedy)
     scratch = SamplingScratch(rows, vocab, DEVICE)
     scratch.filters = FilterScratch(rows, vocab, DEVICE, room)
     slots = torch.arange(rows, device=DEVICE).flip(0).to(torch.int32)

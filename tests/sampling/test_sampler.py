@@ -24,7 +24,10 @@ def upload(numbers: array) -> torch.Tensor:
 def draw(logits: torch.Tensor, params: list[SamplingParams], position: int = 5, blocked: tuple[int, ...] = ()):
     table = SamplingTable(len(params), upload)
     table.open([(slot, its, 3, blocked) for slot, its in enumerate(params)])
-    return sample(logits.clone(), table, list(range(len(params))), [position] * len(params)).tolist()
+    slots, positions = list(range(len(params))), [position] * len(params)
+    logits = logits.clone()
+    table.adjust(logits, slots, positions)
+    return sample(logits, table, slots, positions).tolist()
 
 
 def support(params: SamplingParams, row: torch.Tensor) -> set[int]:
@@ -165,6 +168,7 @@ def test_a_slot_forgets_the_request_before():
     table.open([(0, SamplingParams(temperature=0), 0, ())])
     row = torch.zeros(1, VOCAB)
     row[0, 6] = 1
+    table.adjust(row, [0], [0])
     assert sample(row, table, [0], [0]).tolist() == [6]
 
 

@@ -8,6 +8,7 @@ from tokenmill.attention.availability import why_not
 from tokenmill.attention.base import AttentionBackend
 from tokenmill.attention.reference import ReferenceAttention
 from tokenmill.errors import ConfigError
+from tokenmill.ops.select import has_pdl
 from tokenmill.parallel.shard import split_evenly, split_kv_heads
 from tokenmill.spec import ModelSpec
 
@@ -43,4 +44,5 @@ def make_backend(
         head_dim=spec.head_dim,
         dtype=dtype,
         num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
+        pdl=has_pdl(device),
     )

@@ -10,7 +10,7 @@ from tokenmill.attention.base import KVCache
 from tokenmill.layers.batch import ForwardBatch
 from tokenmill.layers.build import Build, Source, Sources
 from tokenmill.layers.linear import ColumnParallelLinear, RowParallelLinear
-from tokenmill.ops.api import HeadNorms, Rotation
+from tokenmill.ops.api import HeadNorms, Norm, Rotation
 from tokenmill.parallel.shard import Span, split_evenly, split_kv_heads
 
 
@@ -46,14 +46,14 @@ class Attention:
             build, spec.num_heads * dim, heads.scaled(dim), spec.hidden_size, bias=spec.attention_output_bias
         )
 
-    def __call__(self, x: Tensor, rotation: Rotation, batch: ForwardBatch, kv: KVCache) -> Tensor:
-        """[tokens, hidden] to [tokens, hidden]; writes the tokens' K and V to `kv`."""
+    def __call__(self, x: Tensor, norm: Norm, rotation: Rotation, batch: ForwardBatch, kv: KVCache) -> Tensor:
+        """X + the output for normalised x, both [tokens, hidden]; writes the tokens' K and V to `kv`."""
         heads, kv_heads, layer = self._num_heads, self._num_kv_heads, self._layer
-        qkv = self._qkv(x).view(-1, heads + 2 * kv_heads, self._head_dim)
+        qkv = self._qkv(x, norm).view(-1, heads + 2 * kv_heads, self._head_dim)
         keys, values = kv.keys[layer], kv.values[layer]
         query = self._ops.prepare_qkv(qkv, rotation, self._norms, keys, values, batch.kv_slots)
         mixed = self._backend.run(query, kv, layer, batch.attention)  # [tokens, heads, head_dim]
-        return self._output(mixed.reshape(-1, heads * self._head_dim))
+        return self._output(mixed.reshape(-1, heads * self._head_dim), x)
 
     def sources(self, names: AttentionNames) -> Sources:
         """Where the projections' and norms' tensors go."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from tokenmill.layers.build import Build, Source, Sources
+from tokenmill.ops.api import Norm
 from tokenmill.parallel.shard import Span
 
 
@@ -23,9 +24,9 @@ class ColumnParallelLinear:
         self.weight = build.parameter(outputs, inputs)
         self.bias = build.parameter(outputs) if bias else None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[tokens, inputs] to [tokens, this rank's outputs]."""
-        return self._ops.linear(x, self.weight, self.bias)
+    def __call__(self, x: Tensor, norm: Norm) -> Tensor:
+        """The product of normalised x [tokens, inputs]: [tokens, this rank's outputs]."""
+        return self._ops.linear(x, self.weight, self.bias, norm=norm)
 
     def sources(self, names: Sequence[str]) -> Sources:
         """Where the parts' tensors go; `names` are the parts', in order."""
@@ -49,10 +50,11 @@ class RowParallelLinear:
         self.weight = build.parameter(outputs, share.size)
         self.bias = build.parameter(outputs) if bias else None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[tokens, this rank's inputs] to [tokens, outputs], the same on every rank."""
-        bias = self.bias if self._group.rank == 0 else None  # the sum must hold the bias once
-        return self._group.all_reduce(self._ops.linear(x, self.weight, bias))
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        """X [tokens, this rank's inputs] to residual + product [tokens, outputs], the same on every rank."""
+        if self._group.rank > 0:  # the sum must hold bias and residual once
+            return self._group.all_reduce(self._ops.linear(x, self.weight))
+        return self._group.all_reduce(self._ops.linear(x, self.weight, self.bias, residual=residual))
 
     def sources(self, name: str) -> Sources:
         """Where the tensors called `name` go."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tokenmill.layers.build import Build, Sources
 from tokenmill.layers.linear import ColumnParallelLinear, RowParallelLinear
+from tokenmill.ops.api import Norm
 from tokenmill.parallel.shard import split_evenly
 
 
@@ -32,9 +33,10 @@ class GatedMLP:
         self._gate_up = ColumnParallelLinear(build, spec.hidden_size, parts, bias=spec.mlp_bias)
         self._down = RowParallelLinear(build, inner, share, spec.hidden_size, bias=spec.mlp_bias)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[tokens, hidden] to [tokens, hidden]."""
-        return self._down(self._ops.silu_and_mul(self._gate_up(x)))
+    def __call__(self, x: Tensor, norm: Norm) -> Tensor:
+        """X + the output for normalised x; both [tokens, hidden]."""
+        joined = self._gate_up
+        return self._down(self._ops.gated_linear(x, joined.weight, joined.bias, norm=norm), x)
 
     def sources(self, names: MLPNames) -> Sources:
         """Where the projections' tensors go."""

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from tokenmill.layers.build import Build, Source, Sources
+from tokenmill.ops.api import Norm
 from tokenmill.parallel.shard import Span
 
 
 class RMSNorm:
-    """Normalises [tokens, dim]; every rank has the whole weight."""
+    """Normalises [tokens, dim]; every rank has the whole weight. Mostly done by the product that follows."""
 
     def __init__(self, build: Build, dim: int) -> None:
-        self._ops, self._eps = build.ops, build.spec.norm_eps
-        self.weight = build.parameter(dim)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """The normalised x [tokens, dim]."""
-        return self._ops.rms_norm(x, self.weight, self._eps)
-
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(normalised x + residual, x + residual), both [tokens, dim]."""
-        return self._ops.add_rms_norm(x, residual, self.weight, self._eps)
+        self.norm = Norm(build.parameter(dim), build.spec.norm_eps)
 
     def sources(self, name: str) -> Sources:
         """Where the tensor called `name` goes."""
-        dim = self.weight.shape[0]
-        return {f"{name}.weight": Source(self.weight, (dim,), Span(0, dim))}
+        weight = self.norm.weight
+        return {f"{name}.weight": Source(weight, (weight.shape[0],), Span(0, weight.shape[0]))}

@@ -61,17 +61,15 @@ class Decoder:
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         """See `CausalLM.forward`."""
         rotation = self._rope.rotation(batch.positions)
-        residual = self._embedding.embed(batch.input_ids)  # [tokens, hidden]
-        normed = self._attention_norms[0](residual)
-        next_norms = (*self._attention_norms[1:], self._final_norm)
-        for attention, mlp_norm, mlp, next_norm in zip(
-            self._attentions, self._mlp_norms, self._mlps, next_norms, strict=True
+        x = self._embedding.embed(batch.input_ids)  # [tokens, hidden]
+        for attention_norm, attention, mlp_norm, mlp in zip(
+            self._attention_norms, self._attentions, self._mlp_norms, self._mlps, strict=True
         ):
-            normed, residual = mlp_norm.add(attention(normed, rotation, batch, kv), residual)
-            normed, residual = next_norm.add(mlp(normed), residual)
+            x = attention(x, attention_norm.norm, rotation, batch, kv)
+            x = mlp(x, mlp_norm.norm)
         if batch.logits_indices is not None:
-            normed = normed.index_select(0, batch.logits_indices)
-        return self._output.logits(normed)
+            x = x.index_select(0, batch.logits_indices)
+        return self._output.logits(x, self._final_norm.norm)
 
     def sources(self) -> Sources:
         """Where every tensor of a checkpoint goes."""

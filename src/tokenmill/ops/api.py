@@ -17,6 +17,14 @@ class Rotation:
 
 
 @dataclass(frozen=True, slots=True)
+class Norm:
+    """Root-mean-square normalisation: weight [dim], and what is added to the mean square."""
+
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
 class HeadNorms:
     """Root-mean-square normalisation of each head of q and of k."""
 
@@ -30,14 +38,33 @@ class Ops(Protocol):
 
     name: str
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Multiply x [tokens, in] by weight [out, in] transposed and add bias [out]; returns [tokens, out]."""
+    def linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        norm: Norm | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """Multiply x [tokens, in], normalised by `norm`, by weight [out, in] transposed; add bias and residual.
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Divide x [tokens, dim] by its root mean square, multiply by weight [dim] (Zhang and Sennrich 2019)."""
+        Args:
+            x: [tokens, in].
+            weight: [out, in].
+            bias: [out], or None.
+            norm: applied to x first, or None.
+            residual: [tokens, out], or None.
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(rms_norm(x + residual), x + residual)."""
+        Returns:
+            [tokens, out].
+        """
+
+    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, norm: Norm) -> Tensor:
+        """silu(gate) * up, where [tokens, 2 * out] = (gate, up) = linear(x, weight, bias, norm=norm)."""
+
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """Divide x [..., dim] by its root mean square, multiply by the weight (Zhang and Sennrich 2019)."""
 
     def prepare_qkv(
         self,
@@ -61,6 +88,3 @@ class Ops(Protocol):
         Returns:
             the queries, [tokens, heads, head_dim].
         """
-
-    def silu_and_mul(self, x: Tensor) -> Tensor:
-        """silu(gate) * up for x [tokens, 2 * dim] = (gate, up); returns [tokens, dim]."""

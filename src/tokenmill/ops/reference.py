@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokenmill.ops.api import HeadNorms, Rotation
+from tokenmill.ops.api import HeadNorms, Norm, Rotation
 
 
 class ReferenceOps:
@@ -14,18 +14,27 @@ class ReferenceOps:
 
     name = "reference"
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        norm: Norm | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
         """See `Ops.linear`."""
-        return F.linear(x, weight, bias)
+        product = F.linear(x if norm is None else self.rms_norm(x, norm), weight, bias)
+        return product if residual is None else product.add_(residual)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, norm: Norm) -> Tensor:
+        """See `Ops.gated_linear`."""
+        gate, up = self.linear(x, weight, bias, norm=norm).chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         """See `Ops.rms_norm`."""
-        return F.rms_norm(x, weight.shape, weight, eps)
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """See `Ops.add_rms_norm`."""
-        total = x + residual
-        return self.rms_norm(total, weight, eps), total
+        return F.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
 
     def prepare_qkv(
         self,
@@ -45,16 +54,11 @@ class ReferenceOps:
             query, key = turned[:, :num_heads], turned[:, num_heads:]
         else:
             query, key = qkv[:, :num_heads], qkv[:, num_heads : num_heads + num_kv_heads]
-            query = rotate(self.rms_norm(query, norms.query, norms.eps), rotation)
-            key = rotate(self.rms_norm(key, norms.key, norms.eps), rotation)
+            query = rotate(self.rms_norm(query, Norm(norms.query, norms.eps)), rotation)
+            key = rotate(self.rms_norm(key, Norm(norms.key, norms.eps)), rotation)
         keys.index_copy_(0, kv_slots, key)
         values.index_copy_(0, kv_slots, value)
         return query
-
-    def silu_and_mul(self, x: Tensor) -> Tensor:
-        """See `Ops.silu_and_mul`."""
-        gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate) * up
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:

@@ -1,4 +1,4 @@
-"""Logits in, ids out: bias, temperature, top-k, top-p, min-p, draw.
+"""Adjusted logits in, ids out: temperature, top-k, top-p, min-p, draw.
 
 A draw is a race (the Gumbel-max trick): each id's time is an exponential number over its probability, and the least
 time wins. The number is a hash of (seed, position, id), so what shares the batch does not matter, and an error in the
@@ -55,7 +55,7 @@ def _mix32(value: Tensor) -> Tensor:
 
 
 def sample(logits: Tensor, table: SamplingTable, slots: list[int], positions: list[int]) -> Tensor:
-    """Draw one token a row. `logits` is written to.
+    """Draw one token a row, from logits that are adjusted already (`SamplingTable.adjust`).
 
     Args:
         logits: [sampled, vocab] float32.
@@ -66,7 +66,6 @@ def sample(logits: Tensor, table: SamplingTable, slots: list[int], positions: li
     Returns:
         [sampled] int64.
     """
-    table.adjust(logits, slots, positions)
     ids = logits.argmax(dim=-1)
     drawn = [index for index, slot in enumerate(slots) if not table.is_greedy_slot(slot)]
     for is_filtered, draw in ((False, _draw_plain), (True, _draw_ranked)):

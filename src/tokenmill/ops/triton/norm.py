@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation, alone and after adding the residual."""
+"""Root-mean-square normalisation."""
 
 from __future__ import annotations
 
@@ -13,31 +13,12 @@ MAX_DIM = 16384
 
 
 @triton.jit
-def _rms_norm_kernel(
-    x,
-    residual,
-    weight,
-    normed,
-    total,
-    eps,
-    x_stride,
-    residual_stride,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    PDL: tl.constexpr,
-):
+def _rms_norm_kernel(x, weight, normed, eps, x_stride, DIM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     is_column = columns < DIM
     start_and_wait(PDL)
     value = tl.load(x + row * x_stride + columns, mask=is_column, other=0.0).to(tl.float32)  # [BLOCK]
-    if HAS_RESIDUAL:
-        # `total` may be `residual`: each program reads and writes its own row only.
-        value += tl.load(residual + row * residual_stride + columns, mask=is_column, other=0.0).to(tl.float32)
-        rounded = value.to(total.dtype.element_ty)
-        tl.store(total + row * DIM + columns, rounded, mask=is_column)
-        value = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / DIM + eps)
     factor = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
     tl.store(normed + row * DIM + columns, (value * scale * factor).to(normed.dtype.element_ty), mask=is_column)
@@ -54,58 +35,21 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, normed: Tensor | None = None
         pdl: see `launch`.
     """
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device) if normed is None else normed
-    _launch(x, None, weight, eps, normed, normed, pdl)
-    return normed
-
-
-def add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    normed: Tensor | None = None,
-    total: Tensor | None = None,
-    *,
-    pdl: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual).
-
-    Args:
-        x, residual: [tokens, dim], rows contiguous, dim <= 16384.
-        weight: [dim].
-        eps: added to the mean square.
-        normed: where the normalised sum goes, [tokens, dim]; made if None. May be x.
-        total: where the sum goes, [tokens, dim]; made if None. May be residual.
-        pdl: see `launch`.
-    """
-    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device) if normed is None else normed
-    total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if total is None else total
-    _launch(x, residual, weight, eps, normed, total, pdl)
-    return normed, total
-
-
-def _launch(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, normed: Tensor, total: Tensor, pdl: bool
-) -> None:
     tokens, dim = x.shape
     if dim > MAX_DIM:
         raise ValueError(f"rows of {dim} are too long to normalise; the longest are {MAX_DIM}")
-    if not tokens:
-        return
-    block = triton.next_power_of_2(dim)
-    _rms_norm_kernel[(tokens,)](
-        x,
-        x if residual is None else residual,
-        weight,
-        normed,
-        total,
-        eps,
-        x.stride(0),
-        x.stride(0) if residual is None else residual.stride(0),
-        DIM=dim,
-        BLOCK=block,
-        HAS_RESIDUAL=residual is not None,
-        PDL=pdl,
-        num_warps=min(max(block // 256, 1), 16),
-        **pdl_options(pdl),
-    )
+    if tokens:
+        block = triton.next_power_of_2(dim)
+        _rms_norm_kernel[(tokens,)](
+            x,
+            weight,
+            normed,
+            eps,
+            x.stride(0),
+            DIM=dim,
+            BLOCK=block,
+            PDL=pdl,
+            num_warps=min(max(block // 256, 1), 16),
+            **pdl_options(pdl),
+        )
+    return normed

@@ -6,36 +6,65 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokenmill.ops.api import HeadNorms, Rotation
-from tokenmill.ops.triton import activation, norm
-from tokenmill.ops.triton.linear import LinearScratch, choose, dot, gemv
+from tokenmill.ops.api import HeadNorms, Norm, Rotation
+from tokenmill.ops.triton.activation import silu_and_mul
+from tokenmill.ops.triton.linear import DOT_ROWS, GEMV_ROWS, LinearScratch, choose, dot, gemv
+from tokenmill.ops.triton.norm import rms_norm
 from tokenmill.ops.triton.qkv import prepare_qkv
 
 
 class TritonOps:
-    """For one stream: split products share one scratch."""
+    """For one stream: split products share one scratch.
+
+    Up to four tokens norm, product, gate and residual are one kernel; up to sixty-four the product is a kernel of
+    ours; beyond, the library's. With `has_pdl`, steps without the library overlap the end of each kernel with the start
+    of the next (see `launch`).
+    """
 
     name = "triton"
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, has_pdl: bool = False) -> None:
         self._scratch = LinearScratch(device)
+        self._has_pdl = has_pdl
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        norm: Norm | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
         """See `Ops.linear`."""
+        x, pdl = x.contiguous(), self._uses_pdl(x)
         config = choose(x.shape[0], *weight.shape)
-        if config is None:
-            return F.linear(x, weight, bias)
-        if config.kind == "gemv":
-            return gemv(x.contiguous(), weight, config, bias=bias)
-        return dot(x.contiguous(), weight, config, self._scratch, bias=bias)
+        if config is not None and config.kind == "gemv":
+            scale, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+            return gemv(x, weight, config, bias=bias, norm_weight=scale, eps=eps, residual=residual, pdl=pdl)
+        if norm is not None:
+            x = rms_norm(x, norm.weight, norm.eps, pdl=pdl)
+        if config is not None:
+            return dot(x, weight, config, self._scratch, bias=bias, residual=residual, pdl=pdl)
+        if residual is not None and bias is None:
+            return torch.addmm(residual, x, weight.t())
+        product = F.linear(x, weight, bias)
+        return product if residual is None else product.add_(residual)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, norm: Norm) -> Tensor:
+        """See `Ops.gated_linear`."""
+        if x.shape[0] <= GEMV_ROWS and bias is None:
+            config = choose(x.shape[0], weight.shape[0] // 2, weight.shape[1])
+            if config is not None and config.kind == "gemv":
+                pdl = self._uses_pdl(x)
+                return gemv(
+                    x.contiguous(), weight, config, norm_weight=norm.weight, eps=norm.eps, is_gated=True, pdl=pdl
+                )
+        return silu_and_mul(self.linear(x, weight, bias, norm=norm), pdl=self._uses_pdl(x))
+
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         """See `Ops.rms_norm`."""
-        return norm.rms_norm(x, weight, eps)
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """See `Ops.add_rms_norm`."""
-        return norm.add_rms_norm(x, residual, weight, eps)
+        return rms_norm(x, norm.weight, norm.eps)
 
     def prepare_qkv(
         self,
@@ -47,8 +76,7 @@ class TritonOps:
         kv_slots: Tensor,
     ) -> Tensor:
         """See `Ops.prepare_qkv`."""
-        return prepare_qkv(qkv, rotation, norms, keys, values, kv_slots)
+        return prepare_qkv(qkv, rotation, norms, keys, values, kv_slots, pdl=self._uses_pdl(qkv))
 
-    def silu_and_mul(self, x: Tensor) -> Tensor:
-        """See `Ops.silu_and_mul`."""
-        return activation.silu_and_mul(x)
+    def _uses_pdl(self, x: Tensor) -> bool:
+        return self._has_pdl and x.shape[0] <= DOT_ROWS
