@@ -43,7 +43,7 @@ def check(names: tuple[str, ...], rounds: int) -> None:
 
 def run(llm: LLM, names: tuple[str, ...], rounds: int, seed: int, *, as_json: bool) -> None:
     """Run the shapes and print medians, with least and greatest, over `rounds` rounds after one warm-up."""
-    table = Table("shape", "requests", "output tok/s", "first token s", "decode tok/s", "total s", box=SIMPLE_HEAD)
+    table = Table("shape", "requests", "output tok/s", "first s", "decode tok/s", "total s", box=SIMPLE_HEAD)
     for name in names:
         measured = [measure(llm, SHAPES[name], seed, index) for index in range(rounds + 1)][1:]
         columns = {
@@ -82,4 +82,4 @@ def _spread(values: list[float | None]) -> list[float] | None:
 
 
 def _words(values: list[float] | None) -> str:
-    return "-" if values is None else f"{values[0]:.4g}\n{values[1]:.4g}–{values[2]:.4g}"
+    return "-" if values is None else f"{values[0]:.4g}\n{values[1]:.3g}–{values[2]:.3g}"
