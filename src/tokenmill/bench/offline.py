@@ -82,4 +82,7 @@ def _spread(values: list[float | None]) -> list[float] | None:
 
 
 def _words(values: list[float] | None) -> str:
-    return "-" if values is None else f"{values[0]:.4g}\n{values[1]:.3g}–{values[2]:.3g}"
+    if values is None:
+        return "-"
+    middle, least, most = (f"{value:.0f}" if value >= 1000 else f"{value:.3g}" for value in values)
+    return f"{middle}\n{least}–{most}"
