@@ -78,14 +78,23 @@ def visit(port: int, seed: int) -> None:
                 head += data
 
 
+def connect_all(server: Server) -> None:
+    """Use every pipe between the processes: they are connected in the background, with descriptors of their own."""
+    answer = server.complete(
+        ["through one tokenizer", "and the other"], stop="aa", logit_bias={"68": 100}, max_tokens=900
+    )
+    assert [choice["stop_reason"] for choice in answer["choices"]] == ["aa", "aa"]
+    # The detokenizer found the stop strings, and only its word ends these requests this soon.
+    assert settled(server.pulse, lambda pulse: not pulse["running"])["generated_tokens"] < 1800
+
+
 def descriptors(server: Server) -> dict[str, int]:
     processes = {"server": psutil.Process(server.pid)} | server.children
     return {name: process.num_fds() for name, process in processes.items()}
 
 
 def test_clients_that_leave_leave_nothing(small: Server) -> None:
-    small.complete(["through one tokenizer", "and the other"], max_tokens=2)
-    small.pulse()  # now every pipe between the processes is connected
+    connect_all(small)
     before = descriptors(small)
     with ThreadPoolExecutor(40) as pool:
         list(pool.map(visit, [small.port] * CLIENTS, range(CLIENTS)))
