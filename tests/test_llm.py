@@ -169,6 +169,12 @@ def test_the_package_exports_llm():
     assert not hasattr(tokenmill, "nothing")
 
 
+def test_a_bias_is_added_to_logits_of_half_precision(tmp_path):
+    params = SamplingParams(temperature=0, max_tokens=3, min_tokens=2, logit_bias={77: 90.0})
+    with LLM(make_tiny_llama(tmp_path), dtype="bfloat16", debug_checks=True) as made:
+        assert made.generate([9, 8, 7], params)[0].choices[0].token_ids == [77, 77, 77]
+
+
 def test_a_bias_is_added_once(llm, monkeypatch):
     seen = []
     sample = sampling_base.sample

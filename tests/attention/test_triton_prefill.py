@@ -175,7 +175,9 @@ def test_mixed_step_equals_the_reference(dtype: torch.dtype, num_sms: int) -> No
     assert metadata.decode.slots.tolist() == [case.layout.slots[0], case.layout.slots[3]]  # the longer context first
     assert metadata.decode.tokens is not None
     assert metadata.decode.tokens.tolist() == [0, 12]
-    assert metadata.decode.num_splits == (1 if num_sms == 1 else 32)
+    assert metadata.decode.split is not None
+    assert metadata.decode.split.splits.num_splits == (2 if num_sms == 1 else 32)
+    assert metadata.decode.split.position_sum.tolist() == [case.layout.starts[0] + case.layout.starts[3]]
     assert metadata.work is not None
     assert len(metadata.gathered) == (0 if dtype == torch.float32 else 1)
     result = backend.run(case.query, case.kv, 1, metadata)
@@ -194,21 +196,25 @@ def test_steps_of_one_kind(rows: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="graphs need a GPU")
-@pytest.mark.parametrize("num_sms", [1, 132])
+@pytest.mark.parametrize("num_sms", [1, 2, 132])  # whole rows, few pieces, many pieces
 def test_captured_decode_serves_other_contexts(num_sms: int) -> None:
-    short, long = ([(9, 1), (70, 1), (0, 1)], [(500, 1), (3, 1), (64, 1)])
+    short = [(9, 1), (70, 1), (0, 1), (5, 1), (5, 1)]
+    long = [(500, 1), (3, 1), (64, 1), (0, 1), (200, 1)]
     case, other = Paged(long, page=16), Paged(short, page=16, seed=1)
     backend = backend_of(case, num_sms=num_sms)
     slots, positions, query = other.slots, other.last_positions, other.query.clone()
     table = torch.zeros_like(case.table)
     keys, values = torch.zeros_like(case.kv.keys), torch.zeros_like(case.kv.values)
     kv = replace(case.kv, keys=keys, values=values)
-    scratch = backend.make_scratch(3, DEVICE)
-    metadata = backend.plan_decode(slots, positions, table, 16, scratch)
-    backend.run(query, kv, 1, metadata)
+    scratch = backend.make_scratch(5, DEVICE)
+
+    def step() -> torch.Tensor:
+        return backend.run(query, kv, 1, backend.plan_decode(slots, positions, table, 16, scratch))
+
+    step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = backend.run(query, kv, 1, metadata)
+        out = step()
     for now in (case, other, case):
         slots.copy_(now.slots)
         positions.copy_(now.last_positions)
@@ -220,9 +226,10 @@ def test_captured_decode_serves_other_contexts(num_sms: int) -> None:
         now.check(out)
 
 
-def test_decode_plan_over_static_tensors() -> None:
-    case = Paged([(9, 1), (70, 1), (0, 1)], page=16)
-    backend = backend_of(case)
+@pytest.mark.parametrize("num_sms", [1, 2, 132])
+def test_decode_plan_over_static_tensors(num_sms: int) -> None:
+    case = Paged([(9, 1), (700, 1), (0, 1), (30, 1), (64, 1)], page=16)
+    backend = backend_of(case, num_sms=num_sms)
     scratch = backend.make_scratch(8, DEVICE)
     slots, positions = case.slots.zero_(), case.last_positions.zero_()
     metadata = backend.plan_decode(slots, positions, case.table, case.page, scratch)
@@ -230,6 +237,7 @@ def test_decode_plan_over_static_tensors() -> None:
     positions.copy_(case.last_positions)
     assert isinstance(metadata, TritonMetadata)
     assert isinstance(metadata.decode, DecodeRows)
+    assert (metadata.decode.split is None) is (num_sms == 1)
     case.check(backend.run(case.query, case.kv, 1, metadata))
 
 

@@ -89,11 +89,9 @@ def test_logits_are_the_same_in_chunks_and_beside_others(tmp_path: Path) -> None
     torch.testing.assert_close(mixed[1:2], whole, atol=1e-4, rtol=1e-4)
 
 
-def test_logits_of_last_tokens_are_float32(tmp_path: Path) -> None:
+def test_logits_are_of_the_last_tokens(tmp_path: Path) -> None:
     harness = harness_of(make_tiny_llama(tmp_path))
-    logits = harness.logits([(0, 0, [5, 6, 7])])
-    assert logits.dtype == torch.float32
-    assert logits.shape == (1, 260)
+    assert harness.logits([(0, 0, [5, 6, 7]), (1, 0, [8])]).shape == (2, 260)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

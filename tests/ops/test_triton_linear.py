@@ -43,7 +43,6 @@ def test_gemv_with_all_that_stands_around_it(rows, inputs, block_k, is_gated, dt
     else:
         expected = expected + bias.float()
     expected = expected + residual.float()
-    maxima, places = poisoned(rows, 4), poisoned(rows, 4, dtype=torch.int32)
     config = LinearConfig("gemv", 2, block_k, 4)
     out = gemv(
         x,
@@ -55,12 +54,9 @@ def test_gemv_with_all_that_stands_around_it(rows, inputs, block_k, is_gated, dt
         eps=0.5,
         residual=residual,
         is_gated=is_gated,
-        maxima=(maxima, places),
     )
     assert out is residual
     assert_product(out, expected)
-    assert torch.equal(maxima.max(1).values, out.float().max(1).values)
-    assert torch.equal(places.gather(1, maxima.max(1).indices[:, None]).flatten(), out.max(1).indices.int())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -16,7 +16,7 @@ import triton.language as tl  # noqa: E402
 
 from tokenmill.ops.triton.filters import LIST_ROOM, FilterScratch  # noqa: E402
 from tokenmill.ops.triton.noise import exponential, row_key  # noqa: E402
-from tokenmill.ops.triton.sampling import SamplingColumns, SamplingScratch, pick, sample_rows  # noqa: E402
+from tokenmill.ops.triton.sampling import SamplingColumns, SamplingScratch, sample_rows  # noqa: E402
 
 ROWS = 200 if torch.cuda.is_available() else 10
 VOCAB = 4500  # three blocks, the last with a part of one
@@ -143,12 +143,3 @@ def test_frequencies_follow_the_probabilities():
     drawn, _ = draw(logits, [SamplingParams(seed=seed) for seed in range(rows)], [0] * rows)
     assert set(drawn) == {10, 11}
     assert abs(drawn.count(10) / rows - 0.7) < 4 * (0.21 / rows) ** 0.5
-
-
-def test_pick_takes_the_first_of_equals():
-    maxima = torch.tensor([[1.0, 3.0, 3.0], [2.0, -1.0, float("-inf")]], device=DEVICE)
-    places = torch.tensor([[5, 11, 20], [4, 9, 30]], dtype=torch.int32, device=DEVICE)
-    out, last = poisoned(2, dtype=torch.int64), poisoned(4, dtype=torch.int64)
-    pick(maxima, places, torch.tensor([3, 1], dtype=torch.int32, device=DEVICE), out, last)
-    assert out.tolist() == [11, 4]
-    assert last.tolist() == [-7, 4, -7, 11]

@@ -35,7 +35,7 @@ class Harness:
         self._model, self._backend = model, backend
 
     def logits(self, rows: Sequence[InputRow], *, of_all_tokens: bool = False) -> Tensor:
-        """Compute one step; logits [rows, vocab] of each row's last token, or [tokens, vocab]."""
+        """Compute one step; logits [rows, vocab] float32 of each row's last token, or [tokens, vocab]."""
         lengths = tuple(len(ids) for _, _, ids in rows)
         starts = tuple(start for _, start, _ in rows)
         layout = RowLayout(tuple(slot for slot, _, _ in rows), starts, lengths)
@@ -50,7 +50,7 @@ class Harness:
                 logits_indices=torch.arange(len(positions)) if of_all_tokens else ends,
                 attention=self._backend.plan(layout, self.page_table, self.kv.page_size),
             )
-            return self._model.forward(batch, self.kv)
+            return self._model.forward(batch, self.kv).float()
 
     def greedy(self, prompt: Sequence[int], count: int, slot: int = 0) -> list[int]:
         """The likeliest `count` ids after a prompt, computed whole and then token by token."""

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from tokenmill.attention.base import KVCache, RowLayout
-from tokenmill.attention.triton_decode import DecodeScratch, choose_splits, decode_attention, make_scratch
+from tokenmill.attention.triton_decode import (
+    DecodeScratch,
+    SplitPlan,
+    Splits,
+    choose_splits,
+    decode_attention,
+    make_scratch,
+)
 from tokenmill.attention.triton_prefill import (
     WORK_COLUMNS,
     PrefillRow,
@@ -32,8 +39,7 @@ class DecodeRows:
     tokens: Tensor | None  # [rows] int32, into the step's tokens; None: row i is token i
     slots: Tensor  # [rows] int32
     positions: Tensor  # [rows] int32
-    num_splits: int
-    scratch: DecodeScratch | None
+    split: SplitPlan | None  # None: no row is cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,19 +98,23 @@ class TritonAttention:
         singles = sorted((row for row in rows if row.length == 1), key=lambda row: row.start, reverse=True)
         gathered = tuple(row for row in rows if row.length >= self._gather_from)
         work = make_work((row for row in rows if 1 < row.length < self._gather_from), self._block_queries)
-        tokens, slots, positions, items = _to_device(
+        tokens, slots, positions, position_sum, items = _to_device(
             (
                 [row.first_token for row in singles],
                 [row.slot for row in singles],
                 [row.start for row in singles],
+                [sum(row.start for row in singles)],
                 [number for item in work for number in item],
             ),
             page_table.device,
         )
+        splits, split = self._splits(max(1, len(singles))), None
+        if singles and splits.num_splits > 1:
+            split = SplitPlan(splits, position_sum, self.make_scratch(len(singles), page_table.device))
         return TritonMetadata(
             page_table=page_table,
             page_size=page_size,
-            decode=self._plan_rows(tokens, slots, positions, page_table.device) if singles else None,
+            decode=DecodeRows(tokens, slots, positions, split) if singles else None,
             work=items.view(-1, WORK_COLUMNS) if work else None,
             gathered=gathered,
         )
@@ -114,12 +124,19 @@ class TritonAttention:
     ) -> TritonMetadata:
         """Metadata of a step of decode rows only, over tensors whose contents may change from replay to replay.
 
+        It is part of what is captured: how long the rows are together is computed on the device. An outdated sum costs
+        time only.
+
         Args:
             slots, positions: [rows] int32; row i is token i. Rows read fastest when long contexts come first.
             scratch: of `make_scratch`; steps that share it run one after the other.
         """
-        splits = choose_splits(slots.shape[0], self._num_kv_heads, self._num_sms)
-        return TritonMetadata(page_table, page_size, DecodeRows(None, slots, positions, splits, scratch), None, ())
+        rows = slots.shape[0]
+        splits, split = self._splits(rows), None
+        if splits.num_splits > 1:
+            total = positions if rows == 1 else positions.sum(0, keepdim=True, dtype=torch.int32)
+            split = SplitPlan(splits, total, scratch)
+        return TritonMetadata(page_table, page_size, DecodeRows(None, slots, positions, split), None, ())
 
     def run(self, query: Tensor, kv: KVCache, layer: int, metadata: TritonMetadata) -> Tensor:
         """See `AttentionBackend.run`."""
@@ -139,16 +156,13 @@ class TritonAttention:
         if metadata.decode is not None:
             rows = metadata.decode
             decode_attention(
-                query, keys, values, table, rows.slots, rows.positions, out, rows.scratch, page_size=page_size,
-                scale=self._scale, num_splits=rows.num_splits, tokens=rows.tokens, pdl=self._pdl,
+                query, keys, values, table, rows.slots, rows.positions, out, rows.split, page_size=page_size,
+                scale=self._scale, tokens=rows.tokens, pdl=self._pdl,
             )  # fmt: skip
         return out
 
-    def _plan_rows(self, tokens: Tensor, slots: Tensor, positions: Tensor, device: torch.device) -> DecodeRows:
-        rows = slots.shape[0]
-        splits = choose_splits(rows, self._num_kv_heads, self._num_sms)
-        scratch = self.make_scratch(rows, device) if splits > 1 else None
-        return DecodeRows(tokens, slots, positions, splits, scratch)
+    def _splits(self, rows: int) -> Splits:
+        return choose_splits(rows, self._num_kv_heads, self._num_sms)
 
 
 def _to_device(lists: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:

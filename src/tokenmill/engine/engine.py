@@ -85,6 +85,7 @@ class ModelEngine:
 
     def _draw(self, logits: Tensor, slots: Tensor, positions: Tensor, sampled: stage.Sampled) -> Tensor:
         if self._table.needs_adjusting(sampled.slots):
+            logits = logits.float()
             self._table.adjust(logits, sampled.slots, sampled.positions)
         is_filtered = any(map(self._table.is_filtered_slot, sampled.slots))
         return self._sampler.draw(logits, slots, positions, self._state.last_tokens, is_filtered=is_filtered)

@@ -30,7 +30,7 @@ class DecodeGraph:
     graph: torch.cuda.CUDAGraph
     batch: int
     numbers: Tensor  # int32: [3, batch] token ids, positions, slots; then [batch + SPARE_UPDATES, 3] page updates
-    output: Tensor  # [batch] int64, or [batch, vocab] float32
+    output: Tensor  # [batch] int64, or [batch, vocab] in the model's type
 
 
 Body = Callable[[Tensor, Tensor, Draw], Tensor]  # columns [3, batch], page updates [n, 3], how to draw; gives `output`

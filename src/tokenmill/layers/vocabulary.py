@@ -29,9 +29,9 @@ class VocabularyMatrix:
         return self._group.all_reduce(vectors.masked_fill_(is_elsewhere.unsqueeze(1), 0))
 
     def logits(self, hidden: Tensor, norm: Norm) -> Tensor:
-        """Vectors [sampled, hidden], normalised first, to all logits [sampled, vocab] float32, on every rank."""
+        """Vectors [sampled, hidden], normalised first, to all logits [sampled, vocab] on every rank."""
         logits = self._group.all_gather(self._ops.linear(hidden, self.weight, norm=norm))
-        return logits[:, : self._vocab_size].float()
+        return logits[:, : self._vocab_size]
 
     def sources(self, name: str) -> Sources:
         """Where the tensor called `name` goes."""

@@ -24,7 +24,7 @@ class CausalLM(Protocol):
         """K/V heads of this rank: what its `KVCache` must have."""
 
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
-        """Compute a step's tokens, and the logits [sampled, vocab] float32 of those that draw.
+        """Compute a step's tokens, and the logits [sampled, vocab] of those that draw, in the model's type.
 
         Writes the tokens' K and V to `kv`. Call it in inference mode.
         """

@@ -19,7 +19,7 @@ class Sampler(Protocol):
         """Draw without looking at anything on the host.
 
         Args:
-            logits: [rows, vocab] float32.
+            logits: [rows, vocab], float32 or the model's type.
             slots: [rows] int64.
             positions: [rows] int64, of the tokens drawn.
             last_tokens: [slots] int64, written at `slots`.
@@ -40,6 +40,6 @@ class ReferenceSampler:
         self, logits: Tensor, slots: Tensor, positions: Tensor, last_tokens: Tensor, *, is_filtered: bool
     ) -> Tensor:
         """See `Sampler.draw`."""
-        ids = sample(logits, self._table, slots.tolist(), positions.tolist())
+        ids = sample(logits.float(), self._table, slots.tolist(), positions.tolist())
         last_tokens.index_copy_(0, slots, ids)
         return ids

@@ -77,8 +77,6 @@ def _gemv_kernel(
     norm_weight,
     residual,
     out,
-    maxima,
-    likeliest,
     outputs,
     eps,
     ROWS: tl.constexpr,
@@ -91,7 +89,6 @@ def _gemv_kernel(
     HAS_NORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     IS_GATED: tl.constexpr,
-    HAS_MAXIMA: tl.constexpr,
     PDL: tl.constexpr,
 ):
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
@@ -120,17 +117,18 @@ def _gemv_kernel(
             sums = _replaced(sums, row, sums[row] + held[chunk].to(tl.float32) * value[None, :])
             if IS_GATED:
                 sums_up = _replaced(sums_up, row, sums_up[row] + held_up[chunk].to(tl.float32) * value[None, :])
-    for start in range(HELD * BLOCK_K, INPUTS, BLOCK_K):
-        at = start + k
-        w = _weights(weight, n, at, outputs, INPUTS, IS_EVEN).to(tl.float32)
-        if IS_GATED:
-            w_up = _weights(up_weight, n, at, outputs, INPUTS, IS_EVEN).to(tl.float32)
-        for row in tl.static_range(ROWS):
-            value, square = _inputs(x + row * INPUTS, norm_weight, at, INPUTS, HAS_NORM)
-            squares = _replaced(squares, row, squares[row] + square)
-            sums = _replaced(sums, row, sums[row] + w * value[None, :])
+    if HELD * BLOCK_K < INPUTS:  # an empty loop would be compiled too
+        for start in range(HELD * BLOCK_K, INPUTS, BLOCK_K):
+            at = start + k
+            w = _weights(weight, n, at, outputs, INPUTS, IS_EVEN).to(tl.float32)
             if IS_GATED:
-                sums_up = _replaced(sums_up, row, sums_up[row] + w_up * value[None, :])
+                w_up = _weights(up_weight, n, at, outputs, INPUTS, IS_EVEN).to(tl.float32)
+            for row in tl.static_range(ROWS):
+                value, square = _inputs(x + row * INPUTS, norm_weight, at, INPUTS, HAS_NORM)
+                squares = _replaced(squares, row, squares[row] + square)
+                sums = _replaced(sums, row, sums[row] + w * value[None, :])
+                if IS_GATED:
+                    sums_up = _replaced(sums_up, row, sums_up[row] + w_up * value[None, :])
     for row in tl.static_range(ROWS):
         result = tl.sum(sums[row], 1)  # [BLOCK_N]
         scale = 1.0
@@ -144,13 +142,7 @@ def _gemv_kernel(
         if HAS_RESIDUAL:
             # `out` may be `residual`: the program that writes an element is the only one that reads it.
             result += tl.load(residual + row * outputs + n, mask=n < outputs, other=0.0).to(tl.float32)
-        rounded = result.to(out.dtype.element_ty)
-        tl.store(out + row * outputs + n, rounded, mask=n < outputs)
-        if HAS_MAXIMA:
-            seen = tl.where(n < outputs, rounded.to(tl.float32), float("-inf"))
-            best, place = tl.max(seen, 0, return_indices=True)
-            tl.store(maxima + row * tl.num_programs(0) + tl.program_id(0), best)
-            tl.store(likeliest + row * tl.num_programs(0) + tl.program_id(0), tl.program_id(0) * BLOCK_N + place)
+        tl.store(out + row * outputs + n, result.to(out.dtype.element_ty), mask=n < outputs)
 
 
 @triton.jit
@@ -271,7 +263,6 @@ def gemv(
     eps: float = 0.0,
     residual: Tensor | None = None,
     is_gated: bool = False,
-    maxima: tuple[Tensor, Tensor] | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """Multiply up to four rows by weight transposed, with what stands around that in a decoder layer.
@@ -286,8 +277,6 @@ def gemv(
         config: from `choose`, of kind gemv.
         out: [rows, outputs]; may be `residual`; made if None.
         bias, norm_weight, eps, residual, is_gated: see above.
-        maxima: [rows, programs] float32 and int32, programs = cdiv(outputs, config.block_n): each program's greatest
-            result and its place, the first of equals.
         pdl: see `launch`; weights are read early.
     """
     rows, inputs = x.shape
@@ -297,7 +286,6 @@ def gemv(
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device) if out is None else out
     block_k = min(config.block_k, triton.next_power_of_2(inputs))
     tile = config.block_n * block_k * (2 if is_gated else 1)
-    best, place = maxima if maxima is not None else (x, x)
     if rows:
         _gemv_kernel[(triton.cdiv(outputs, config.block_n),)](
             x,
@@ -306,8 +294,6 @@ def gemv(
             x if norm_weight is None else norm_weight,
             x if residual is None else residual,
             out,
-            best,
-            place,
             outputs,
             eps,
             ROWS=rows,
@@ -320,7 +306,6 @@ def gemv(
             HAS_NORM=norm_weight is not None,
             HAS_RESIDUAL=residual is not None,
             IS_GATED=is_gated,
-            HAS_MAXIMA=maxima is not None,
             PDL=pdl,
             num_warps=config.num_warps,
             **pdl_options(pdl),

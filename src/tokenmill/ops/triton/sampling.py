@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmill.ops.triton.filters import MARKS, REACH, FilterScratch, find_bounds, set_marks
-from tokenmill.ops.triton.launch import pdl_options, start_and_wait
 from tokenmill.ops.triton.noise import exponential, row_key
 from tokenmill.ops.triton.rows import (
     BLOCK,
@@ -26,8 +25,6 @@ from tokenmill.ops.triton.rows import (
     is_last_program,
     scaled_logits,
 )
-
-PICK_WARPS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,16 +172,6 @@ def _put(token, row, slot, out_ids, last_tokens):
     tl.store(last_tokens + slot, token.to(last_tokens.dtype.element_ty))
 
 
-@triton.jit
-def _pick_kernel(maxima, places, slots, out_ids, last_tokens, parts, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    start_and_wait(PDL)
-    seen = tl.load(maxima + row * parts + at, mask=at < parts, other=float("-inf"))  # [BLOCK]
-    _, first = tl.max(seen, 0, return_indices=True)
-    _put(tl.load(places + row * parts + first), row, tl.load(slots + row), out_ids, last_tokens)
-
-
 def sample_rows(
     logits: Tensor,
     slots: Tensor,
@@ -260,31 +247,4 @@ def sample_rows(
         position_offset,
         num_warps=4,
         **shape,
-    )
-
-
-def pick(
-    maxima: Tensor, places: Tensor, slots: Tensor, out_ids: Tensor, last_tokens: Tensor, *, pdl: bool = False
-) -> None:
-    """The place of each row's greatest, from what `linear.gemv` found: greedy rows only.
-
-    Args:
-        maxima, places: [rows, parts] float32 and int32, contiguous.
-        slots: [rows] int32.
-        out_ids: [rows] integers, written.
-        last_tokens: [slots] integers, written at `slots`.
-        pdl: see `launch`.
-    """
-    rows, parts = maxima.shape
-    _pick_kernel[(rows,)](
-        maxima,
-        places,
-        slots,
-        out_ids,
-        last_tokens,
-        parts,
-        BLOCK=triton.next_power_of_2(parts),
-        PDL=pdl,
-        num_warps=PICK_WARPS,
-        **pdl_options(pdl),
     )
