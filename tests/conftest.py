@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -15,3 +16,8 @@ def default_model() -> Path:
         return resolve_model("smollm2-135m", progress=False).path
     except TokenmillError as error:
         pytest.fail(error.message, pytrace=False)
+
+
+# Programs started in the background of a shell script ignore SIGINT, and so would all that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
