@@ -16,7 +16,7 @@ from tests.support.server import ROOT, Server, serving
 from tokenmill import LLM, SamplingParams
 
 pytestmark = [pytest.mark.server, pytest.mark.model]
-QUESTION = "What is the capital of France?"
+QUESTION = "What is gravity?"
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
 
@@ -33,11 +33,11 @@ def test_the_readmes_request_streams_a_sensible_answer(answering: Server) -> Non
     )
     assert command is not None
     body = json.loads(shlex.split(command[0])[-1])
-    with answering.stream(command[1], **body | {"temperature": 0}) as response:
+    with answering.stream(command[1], **body) as response:
         events = [line.removeprefix("data: ") for line in response.iter_lines() if line]
     assert events[-1] == "[DONE]"
     text = "".join(json.loads(event)["choices"][0]["delta"].get("content", "") for event in events[:-1])
-    assert "Paris" in text
+    assert "physics" in text
 
 
 def test_offline_and_server_give_the_same(answering: Server, default_model: Path) -> None:
