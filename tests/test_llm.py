@@ -180,8 +180,9 @@ def test_a_bias_is_added_once(llm, monkeypatch):
     sample = sampling_base.sample
 
     def spy(logits, *rest):
+        ids = sample(logits, *rest)
         seen.append(logits[0, :20].clone())
-        return sample(logits, *rest)
+        return ids
 
     monkeypatch.setattr(sampling_base, "sample", spy)
     one = SamplingParams(temperature=0, max_tokens=1)

@@ -54,11 +54,6 @@ class DecodeGraphs:
         self._graphs: dict[tuple[int, Draw], DecodeGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
-    @property
-    def num_graphs(self) -> int:
-        """Graphs captured so far."""
-        return len(self._graphs)
-
     def get(self, rows: int, draw: Draw) -> DecodeGraph:
         """The graph for so many rows, at most the greatest batch; captured now if it was not."""
         size = next(size for size in self._sizes if size >= rows)

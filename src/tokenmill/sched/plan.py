@@ -68,11 +68,6 @@ class StepPlan:
         """Tokens computed in this step."""
         return sum(row.length for row in self.rows)
 
-    @property
-    def num_sampled(self) -> int:
-        """Rows that draw a token."""
-        return sum(row.is_sampled for row in self.rows)
-
     def digest(self) -> str:
         """A short hash of everything that decides the step; equal on every rank."""
         numbers = array("q", (self.step, len(self.rows)))
