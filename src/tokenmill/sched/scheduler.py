@@ -141,26 +141,31 @@ class Scheduler:
         """Take in what a step drew. Plans are committed in the order in which they were made."""
         outcome = Outcome(admitted=self._admitted)
         self._admitted = []
+        requests, tokens = self._requests, outcome.tokens
+        finished, retracting = Status.FINISHED, Status.RETRACTING
         drawn = iter(result.token_ids)
         for row in plan.rows:
-            request = self._requests[row.uid]
+            request = requests[row.uid]
             request.num_in_flight -= 1
             token = -1
             if row.is_sampled:
                 request.num_pending -= 1
                 token = next(drawn)
-            if request.status is Status.FINISHED:
+            if request.status is finished:
                 self._release_when_idle(request)
                 continue
-            if row.length > 1 or row.start < request.prompt_len:
+            if row.start < request.prompt_len or row.length > 1:
                 self._share(request, row.start + row.length)
             if row.is_sampled:
-                self._append(request, token, outcome)
-            if request.status is Status.RETRACTING:
+                request.token_ids.append(token)
+                tokens.append((row.uid, token))
+                if token in request.stop_ids or len(request.token_ids) >= request.max_len:
+                    self._finish(request, token, outcome)
+            if request.status is retracting:
                 self._release_when_idle(request)
         self.cache.retire(plan.step)
         self.counters.steps += 1
-        self.counters.generated_tokens += len(outcome.tokens)
+        self.counters.generated_tokens += len(tokens)
         return outcome
 
     def check(self) -> None:
@@ -189,41 +194,44 @@ class Scheduler:
         decodes: list[Row] = []
         chunks: list[Row] = []
         budget = self.config.prefill_budget if prefill else 0
+        page_size, running = self.config.page_size, Status.RUNNING
         for request in list(self._running):
-            uncomputed = request.num_uncomputed
-            if request.status is not Status.RUNNING or not uncomputed or request.num_remaining <= 0:
+            start = request.computed_len
+            expected = len(request.token_ids) + request.num_pending
+            if expected == start or expected >= request.max_len or request.status is not running:
                 continue
-            is_decode = uncomputed == 1
-            length = int(decode) if is_decode else min(budget, uncomputed)
+            is_decode = expected - start == 1
+            length = int(decode) if is_decode else min(budget, expected - start)
             if not length:
                 continue
-            if not self._get_pages(request, request.computed_len + length, may_retract=True):
+            end = start + length
+            if end > len(request.lease.pages) * page_size and not self._get_pages(request, end, may_retract=True):
                 continue
-            (decodes if is_decode else chunks).append(self._make_row(request, length))
-            budget -= 0 if is_decode else length
+            if is_decode:
+                decodes.append(self._make_row(request, start, end))
+            else:
+                chunks.append(self._make_row(request, start, end))
+                budget -= length
         while prefill and budget > 0 and self._waiting and self._free_slots:
             request = self._waiting[0]
             if not self._admit(request):
                 break
+            start = request.computed_len
             length = min(budget, request.num_uncomputed)
-            if not self._get_pages(request, request.computed_len + length, may_retract=False):
+            if not self._get_pages(request, start + length, may_retract=False):
                 break
-            chunks.append(self._make_row(request, length))
+            chunks.append(self._make_row(request, start, start + length))
             budget -= length
         return decodes, chunks
 
-    def _make_row(self, request: Request, length: int) -> Row:
-        start = request.computed_len
-        end = start + length
-        known = request.total_len
-        token_ids: tuple[int, ...] | None = None
-        if start < known:
-            token_ids = tuple(request.token_ids[start:end]) if length > 1 else (request.token_ids[start],)
+    def _make_row(self, request: Request, start: int, end: int) -> Row:
+        known = len(request.token_ids)
+        token_ids = tuple(request.token_ids[start:end]) if start < known else None
         is_sampled = end == known + request.num_pending
         request.computed_len = end
         request.num_in_flight += 1
         request.num_pending += is_sampled
-        return Row(request.uid, request.slot, start, length, token_ids, is_sampled)
+        return Row(request.uid, request.slot, start, end - start, token_ids, is_sampled)
 
     def _get_pages(self, request: Request, length: int, *, may_retract: bool) -> bool:
         """Pages for `length` tokens, taken from newer requests if there is no other way."""
@@ -276,15 +284,12 @@ class Scheduler:
         output = int(min(request.num_remaining, MAX_RESERVED_OUTPUT) * self.config.reserve_ratio)
         return self.cache.num_pages_for(request.expected_len + min(request.num_remaining, max(output, 1)))
 
-    def _append(self, request: Request, token: int, outcome: Outcome) -> None:
-        request.token_ids.append(token)
-        outcome.tokens.append((request.uid, token))
+    def _finish(self, request: Request, token: int, outcome: Outcome) -> None:
+        """End a request that drew a token which stops it, or its last one."""
         if token in request.stop_ids:
             outcome.finished.append(Ending(request.uid, FinishReason.STOP, token, token in request.end_ids))
-        elif request.total_len >= request.max_len:
-            outcome.finished.append(Ending(request.uid, FinishReason.LENGTH))
         else:
-            return
+            outcome.finished.append(Ending(request.uid, FinishReason.LENGTH))
         self._end(request)
 
     def _share(self, request: Request, length: int) -> None:
