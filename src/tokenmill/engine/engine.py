@@ -22,23 +22,30 @@ from tokenmill.sched.plan import StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True)
-class Handle:
-    """A step that was launched.
+class DecodeOrder:
+    """How the rows of a decode step stand in a graph: longest context first.
 
-    `order` tells which of the plan's rows each drawn id belongs to; None: they are in the plan's order.
+    While the same requests decode together, step after step, it stays right: all grow alike. An outdated one costs
+    time only.
     """
+
+    slots: list[int]  # of the plan's rows
+    rows: list[int]  # of the plan, as the graph takes them
+    places: list[int]  # where each of the plan's rows stands
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """A step that was launched. `places` tells where each row's id stands; None: they are in the plan's order."""
 
     step: int
     pending: Pending
-    order: tuple[int, ...] | None
+    places: list[int] | None
 
     def wait(self) -> StepResult:
         """Block until the step is done."""
         ids = self.pending.wait()
-        if self.order is not None:
-            by_row = dict(zip(self.order, ids, strict=False))  # what stands past the rows is padding
-            ids = [by_row[row] for row in range(len(self.order))]
-        return StepResult(self.step, tuple(ids))
+        return StepResult(self.step, tuple(ids if self.places is None else [ids[place] for place in self.places]))
 
 
 class ModelEngine:
@@ -52,14 +59,15 @@ class ModelEngine:
         self._state: DeviceState = allocate(config, model.spec, model.num_kv_heads, device.torch_device)
         self._table = SamplingTable(config.max_running + 1, device.upload)
         self._sampler: Sampler = make_sampler(self._table, model.spec, config.max_running + 8, device.torch_device)
+        self._order = DecodeOrder([], [], [])
         self._graphs = self._make_graphs() if config.graph_max_batch and isinstance(attention, GraphAttention) else None
 
     def launch(self, plan: StepPlan) -> Handle:
         """Start a step and return at once; steps run in the order in which they are launched."""
-        order = self._decode_order(plan)
-        if order is None:
+        if self._graphs is None or not plan.is_decode or len(plan.rows) > self.config.graph_max_batch:
             return Handle(plan.step, self._device.submit(lambda: self._run_eagerly(plan)), None)
-        return Handle(plan.step, self._device.submit(lambda: self._replay(plan, order)), order)
+        order = self._order_rows(plan)
+        return Handle(plan.step, self._device.submit(lambda: self._replay(plan, order)), order.places)
 
     def close(self) -> None:
         """Finish what was launched."""
@@ -87,36 +95,35 @@ class ModelEngine:
         if self._table.needs_adjusting(sampled.slots):
             logits = logits.float()
             self._table.adjust(logits, sampled.slots, sampled.positions)
-        is_filtered = any(map(self._table.is_filtered_slot, sampled.slots))
+        is_filtered = self._table.needs_filters(sampled.slots)
         return self._sampler.draw(logits, slots, positions, self._state.last_tokens, is_filtered=is_filtered)
 
-    def _decode_order(self, plan: StepPlan) -> tuple[int, ...] | None:
-        """The rows in the order in which a graph takes them, longest first; None where the step has no graph."""
+    def _order_rows(self, plan: StepPlan) -> DecodeOrder:
         rows = plan.rows
-        if self._graphs is None or len(rows) > self.config.graph_max_batch:
-            return None
-        if not all(row.length == 1 and row.is_sampled for row in rows):
-            return None
-        return tuple(sorted(range(len(rows)), key=lambda index: -rows[index].start))
+        slots = [row.slot for row in rows]
+        if plan.openings or slots != self._order.slots:
+            order = sorted(range(len(rows)), key=lambda index: -rows[index].start)
+            self._order = DecodeOrder(slots, order, sorted(range(len(rows)), key=order.__getitem__))
+        return self._order
 
-    def _replay(self, plan: StepPlan, order: tuple[int, ...]) -> Tensor:
+    def _replay(self, plan: StepPlan, order: DecodeOrder) -> Tensor:
         assert self._graphs is not None
-        rows = [plan.rows[index] for index in order]
-        sampled = stage.Sampled.of(rows)
+        rows = [plan.rows[index] for index in order.rows]
+        slots = array("i", [row.slot for row in rows])
+        starts = array("i", [row.start for row in rows])
         self._table.open(stage.plan_openings(plan))
-        is_adjusted = self._table.needs_adjusting(sampled.slots)
-        is_filtered = any(map(self._table.is_filtered_slot, sampled.slots))
-        draw = Draw.LOGITS if is_adjusted else Draw.FILTERED if is_filtered else Draw.PLAIN
+        is_adjusted = self._table.needs_adjusting(slots)
+        draw = Draw.LOGITS if is_adjusted else Draw.FILTERED if self._table.needs_filters(slots) else Draw.PLAIN
         graph = self._graphs.get(len(rows), draw)
         updates = stage.page_triples(plan)
         if len(updates) > 3 * room(graph):
             stage.enter_pages(self._state.page_table, self._device.upload(updates).view(-1, 3))
             updates = array("i")
         tokens = array("i", [stage.LAST_SAMPLED if row.token_ids is None else row.token_ids[0] for row in rows])
-        columns = tokens, array("i", [row.start for row in rows]), array("i", sampled.slots)
-        output = self._graphs.replay(graph, columns, updates)[: len(rows)]
+        output = self._graphs.replay(graph, (tokens, starts, slots), updates)[: len(rows)]
         if not is_adjusted:
             return output
+        sampled = stage.Sampled.of(rows)
         host = self._device.upload(array("i", [*sampled.slots, *sampled.positions])).long()
         return self._draw(output, host[: len(rows)], host[len(rows) :], sampled)
 

@@ -50,7 +50,7 @@ class DecodeGraphs:
         self._most = most
         self._device = device
         self._spare_row = (0, 0, spare_slot)
-        self._spare_update = (spare_slot, 0, spare_page)
+        self._spare_update = array("i", [spare_slot, 0, spare_page])
         self._graphs: dict[tuple[int, Draw], DecodeGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -78,10 +78,8 @@ class DecodeGraphs:
         numbers = array("i")
         spare = graph.batch - len(columns[0])
         for column, filler in zip(columns, self._spare_row, strict=True):
-            numbers.extend(column)
-            numbers.extend([filler] * spare)
-        numbers.extend(updates)
-        numbers.extend(self._spare_update * (room(graph) - len(updates) // 3))
+            numbers += column + array("i", [filler]) * spare
+        numbers += updates + self._spare_update * (room(graph) - len(updates) // 3)
         graph.numbers.copy_(self._device.stage(numbers), non_blocking=True)
         graph.graph.replay()
         return graph.output
@@ -90,7 +88,7 @@ class DecodeGraphs:
         spare = array("i")
         for filler in self._spare_row:
             spare.extend([filler] * size)
-        spare.extend(self._spare_update * (size + SPARE_UPDATES))
+        spare += self._spare_update * (size + SPARE_UPDATES)
         numbers = self._device.upload(spare)
         columns, updates = numbers[: 3 * size].view(3, size), numbers[3 * size :].view(-1, 3)
         self._body(columns, updates, draw)  # compiles kernels and makes library handles, which a capture must not

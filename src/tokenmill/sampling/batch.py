@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ class SamplingTable:
         self.seed = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.is_greedy = torch.ones(num_slots, dtype=torch.int32, device=device)
         self._greedy_slots = [True] * num_slots
-        self._filtered_slots = [False] * num_slots
+        self._filtered_slots: set[int] = set()
         self._bias: dict[int, tuple[Tensor, Tensor]] = {}
         self._blocked: dict[int, tuple[int, Tensor]] = {}
 
@@ -51,7 +51,9 @@ class SamplingTable:
             )  # fmt: skip
             numbers.frombytes(packed)
             self._greedy_slots[slot] = params.is_greedy
-            self._filtered_slots[slot] = not params.is_greedy and (params.top_k > 0 or params.top_p < 1.0)
+            self._filtered_slots.discard(slot)
+            if not params.is_greedy and (params.top_k > 0 or params.top_p < 1.0):
+                self._filtered_slots.add(slot)
             self._open_sparse(slot, params, prompt_len, blocked_ids)
         rows = self._upload(numbers).view(-1, COLUMNS)
         slots = rows[:, 0].long()
@@ -68,13 +70,17 @@ class SamplingTable:
 
     def is_filtered_slot(self, slot: int) -> bool:
         """Whether the slot draws and needs its tokens in order of probability (top_k or top_p)."""
-        return self._filtered_slots[slot]
+        return slot in self._filtered_slots
+
+    def needs_filters(self, slots: Iterable[int]) -> bool:
+        """Whether `is_filtered_slot` holds for any of these slots."""
+        return bool(self._filtered_slots) and not self._filtered_slots.isdisjoint(slots)
 
     def needs_adjusting(self, slots: Sequence[int]) -> bool:
         """Whether `adjust` has anything to do for these slots."""
         if not self._bias and not self._blocked:
             return False
-        return any(slot in self._bias or slot in self._blocked for slot in slots)
+        return not (self._bias.keys().isdisjoint(slots) and self._blocked.keys().isdisjoint(slots))
 
     def adjust(self, logits: Tensor, slots: Sequence[int], positions: Sequence[int]) -> None:
         """Add biases and forbid early ends, in place.

@@ -55,13 +55,15 @@ class PageUpdate:
 class StepPlan:
     """One forward pass. The engine applies openings, then page updates, then computes the rows.
 
-    Slots that no row names keep their state; a slot is closed by being opened again.
+    Slots that no row names keep their state; a slot is closed by being opened again. With `is_decode` each row has one
+    token and draws one.
     """
 
     step: int
     rows: tuple[Row, ...]
     openings: tuple[SlotOpening, ...] = ()
     page_updates: tuple[PageUpdate, ...] = ()
+    is_decode: bool = False
 
     @property
     def num_tokens(self) -> int:

@@ -132,7 +132,7 @@ class Scheduler:
         self._was_prefill = bool(chunks)
         rows = (*decodes, *chunks)
         self._last_planned += 1
-        plan = StepPlan(self._last_planned, rows, tuple(self._openings), tuple(self._updates))
+        plan = StepPlan(self._last_planned, rows, tuple(self._openings), tuple(self._updates), is_decode=not chunks)
         self._openings.clear()
         self._updates.clear()
         return plan
