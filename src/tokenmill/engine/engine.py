@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,14 +12,17 @@ from torch import Tensor
 from tokenmill.attention.base import AttentionBackend, GraphAttention
 from tokenmill.config import ResolvedConfig
 from tokenmill.engine import stage
-from tokenmill.engine.device import CudaDevice, Device, Pending
+from tokenmill.engine.device import CudaDevice, Device, Pending, Work
 from tokenmill.engine.graphs import DecodeGraphs, Draw, room
 from tokenmill.engine.kv_pool import DeviceState, allocate
+from tokenmill.layers.batch import ForwardBatch
 from tokenmill.models.base import CausalLM
+from tokenmill.ops.api import Ops
 from tokenmill.sampling.base import Sampler
 from tokenmill.sampling.batch import SamplingTable
 from tokenmill.sampling.select import make_sampler
 from tokenmill.sched.plan import StepPlan, StepResult
+from tokenmill.trace import Tracer
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +53,14 @@ class Handle:
 
 
 class ModelEngine:
-    """Runs a model step by step on one device."""
+    """Runs a model step by step on one device. A `tracer` may be set between two steps."""
 
-    def __init__(self, model: CausalLM, attention: AttentionBackend, config: ResolvedConfig, device: Device) -> None:
+    def __init__(
+        self, model: CausalLM, ops: Ops, attention: AttentionBackend, config: ResolvedConfig, device: Device
+    ) -> None:
         self.config = config
-        self._model = model
+        self.tracer: Tracer | None = None
+        self._model, self._ops = model, ops
         self._attention = attention
         self._device = device
         self._state: DeviceState = allocate(config, model.spec, model.num_kv_heads, device.torch_device)
@@ -65,9 +72,9 @@ class ModelEngine:
     def launch(self, plan: StepPlan) -> Handle:
         """Start a step and return at once; steps run in the order in which they are launched."""
         if self._graphs is None or not plan.is_decode or len(plan.rows) > self.config.graph_max_batch:
-            return Handle(plan.step, self._device.submit(lambda: self._run_eagerly(plan)), None)
+            return Handle(plan.step, self._submit(plan, partial(self._run_eagerly, plan)), None)
         order = self._order_rows(plan)
-        return Handle(plan.step, self._device.submit(lambda: self._replay(plan, order)), order.places)
+        return Handle(plan.step, self._submit(plan, partial(self._replay, plan, order)), order.places)
 
     def close(self) -> None:
         """Finish what was launched."""
@@ -79,16 +86,23 @@ class ModelEngine:
             graphs = self._graphs
             self._device.submit(lambda: graphs.capture_all(Draw.PLAIN)).wait()
 
+    def _submit(self, plan: StepPlan, work: Work) -> Pending:
+        return self._device.submit(work if self.tracer is None else self.tracer.watch(plan.step, work))
+
     def _run_eagerly(self, plan: StepPlan) -> Tensor | None:
         state = self._state
-        stage.open_slots(plan, state, self._table, self._device.upload)
-        batch, slots, positions = stage.make_batch(plan, state, self._attention, self._device.upload)
+        self._table.open(stage.plan_openings(plan))
+        batch, slots, positions = stage.make_batch(plan, state, self._ops, self._attention, self._device.upload)
+        if self.tracer is not None:
+            self.tracer.forward(plan.step)
         logits = self._model.forward(batch, state.kv)
         sampled = stage.Sampled.of(plan.rows)
         if not sampled.slots:
             return None
         if self.config.debug_checks and not torch.isfinite(logits).all():
             raise RuntimeError(f"step {plan.step}: logits are not finite")
+        if self.tracer is not None:
+            self.tracer.enter("sample", plan.step)
         return self._draw(logits, slots, positions, sampled)
 
     def _draw(self, logits: Tensor, slots: Tensor, positions: Tensor, sampled: stage.Sampled) -> Tensor:
@@ -117,15 +131,16 @@ class ModelEngine:
         graph = self._graphs.get(len(rows), draw)
         updates = stage.page_triples(plan)
         if len(updates) > 3 * room(graph):
-            stage.enter_pages(self._state.page_table, self._device.upload(updates).view(-1, 3))
+            stage.stage_tokens(self._device.upload(array("i")), self._device.upload(updates), self._state, self._ops)
             updates = array("i")
         tokens = array("i", [stage.LAST_SAMPLED if row.token_ids is None else row.token_ids[0] for row in rows])
+        if self.tracer is not None:
+            self.tracer.forward(plan.step)
         output = self._graphs.replay(graph, (tokens, starts, slots), updates)[: len(rows)]
         if not is_adjusted:
             return output
-        sampled = stage.Sampled.of(rows)
-        host = self._device.upload(array("i", [*sampled.slots, *sampled.positions])).long()
-        return self._draw(output, host[: len(rows)], host[len(rows) :], sampled)
+        _, positions, on_device = graph.numbers[: 3 * graph.batch].view(3, -1)[:, : len(rows)]
+        return self._draw(output, on_device, positions, stage.Sampled.of(rows))
 
     def _make_graphs(self) -> DecodeGraphs:
         assert isinstance(self._device, CudaDevice)
@@ -135,15 +150,14 @@ class ModelEngine:
         scratch = backend.make_scratch(config.graph_max_batch + 8, self._device.torch_device)
 
         def body(columns: Tensor, updates: Tensor, draw: Draw) -> Tensor:
-            stage.enter_pages(state.page_table, updates)
+            input_ids, kv_slots = stage.stage_tokens(columns, updates, state, self._ops)
             _, positions, slots = columns
             metadata = backend.plan_decode(slots, positions, state.page_table, config.page_size, scratch)
-            batch = stage.batch_of(columns, state, metadata)
-            logits = self._model.forward(batch, state.kv)
+            logits = self._model.forward(ForwardBatch(input_ids, positions, kv_slots, None, metadata), state.kv)
             if draw is Draw.LOGITS:
                 return logits
             is_filtered = draw is Draw.FILTERED
-            return self._sampler.draw(logits, slots, batch.positions + 1, state.last_tokens, is_filtered=is_filtered)
+            return self._sampler.draw(logits, slots, positions, state.last_tokens, is_filtered=is_filtered)
 
         return DecodeGraphs(
             body,

@@ -6,11 +6,54 @@ from typing import Protocol
 
 from tokenmill.engine.base import Engine, StepHandle
 from tokenmill.sched.plan import StepPlan
+from tokenmill.trace import Tracer
 from tokenmill.worker.core import Core
+
+Flight = tuple[StepPlan, StepHandle]
+
+
+class Steps:
+    """Steps on their way from plan to commit, for either loop. A `tracer` may be set between two turns."""
+
+    def __init__(self, core: Core, engine: Engine) -> None:
+        self.tracer: Tracer | None = None
+        self._core = core
+        self._engine = engine
+
+    def intake(self) -> bool:
+        """Take in messages; False when the loop must end."""
+        if self.tracer is not None:
+            self.tracer.enter("intake")
+        return self._core.intake()
+
+    def launch(self) -> Flight | None:
+        """Plan a step and start it; None when there is nothing to compute."""
+        if self.tracer is not None:
+            self.tracer.enter("plan")
+        plan = self._core.scheduler.plan()
+        if plan is None:
+            return None
+        if self.tracer is not None:
+            self.tracer.launch(plan.step, len(plan.rows), plan.num_tokens)
+        return plan, self._engine.launch(plan)
+
+    def land(self, flight: Flight) -> None:
+        """Wait for a step and commit it."""
+        plan, handle = flight
+        if self.tracer is not None:
+            self.tracer.enter("wait", plan.step)
+        result = handle.wait()
+        if self.tracer is not None:
+            self.tracer.enter("commit", plan.step)
+        self._core.deliver(plan, result)
+        if self.tracer is not None:
+            self.tracer.leave()
 
 
 class Loop(Protocol):
     """A loop that can be driven a turn at a time, as the offline LLM does."""
+
+    steps: Steps
 
     def turn(self) -> bool:
         """Take in messages and compute at most one step; False when the loop must end."""
@@ -19,41 +62,37 @@ class Loop(Protocol):
 class SerialLoop:
     """Plan a step, compute it, commit it."""
 
-    def __init__(self, core: Core, engine: Engine) -> None:
-        self._core = core
-        self._engine = engine
+    def __init__(self, steps: Steps) -> None:
+        self.steps = steps
 
     def turn(self) -> bool:
         """One step from plan to commit."""
-        if not self._core.intake():
+        if not self.steps.intake():
             return False
-        plan = self._core.scheduler.plan()
-        if plan is not None:
-            self._core.deliver(plan, self._engine.launch(plan).wait())
+        launched = self.steps.launch()
+        if launched is not None:
+            self.steps.land(launched)
         return True
 
 
 class OverlapLoop:
     """Plan and launch step n + 1 while the device computes step n; then commit step n."""
 
-    def __init__(self, core: Core, engine: Engine) -> None:
-        self._core = core
-        self._engine = engine
-        self._flight: tuple[StepPlan, StepHandle] | None = None
+    def __init__(self, steps: Steps) -> None:
+        self.steps = steps
+        self._flight: Flight | None = None
 
     def turn(self) -> bool:
         """Launch the next step, then wait for the one before."""
-        if not self._core.intake():
+        if not self.steps.intake():
             return False
-        plan = self._core.scheduler.plan()
-        launched = (plan, self._engine.launch(plan)) if plan is not None else None
+        launched = self.steps.launch()
         if self._flight is not None:
-            plan, handle = self._flight
-            self._core.deliver(plan, handle.wait())
+            self.steps.land(self._flight)
         self._flight = launched
         return True
 
 
 def make_loop(core: Core, engine: Engine) -> Loop:
     """The loop that the configuration asks for."""
-    return (OverlapLoop if core.scheduler.config.loop == "overlap" else SerialLoop)(core, engine)
+    return (OverlapLoop if core.scheduler.config.loop == "overlap" else SerialLoop)(Steps(core, engine))
