@@ -47,6 +47,7 @@ def test_nothing_is_left_open():
     assert (config.device, config.dtype, config.attention, config.threads) == ("cpu", "bfloat16", "reference", 3)
     assert config.max_model_len == SPEC.max_position
     assert resolved() == config
+    assert resolved(attention="auto,triton").attention == "reference,triton"
 
 
 def test_what_was_asked_for_is_kept():

@@ -56,8 +56,9 @@ class EngineConfig:
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; auto is a CUDA device if there is a usable one."""
-    attention: Literal["auto", "reference", "triton"] = "auto"
-    """Attention backend; auto is the fastest that the device has."""
+    attention: str = "auto"
+    """Attention backend: reference, triton or flashinfer, or two as PREFILL,DECODE; auto is the fastest that the device
+    has."""
     page_size: int = 16
     """Tokens a K/V page."""
     num_pages: int | None = None
@@ -182,7 +183,7 @@ def resolve(raw: RunConfig, hardware: HardwareInfo, spec: ModelSpec) -> Resolved
     config = ResolvedConfig(
         device=hardware.device,
         dtype=dtype,
-        attention=defaults.attention if engine.attention == "auto" else engine.attention,
+        attention=engine.attention.replace("auto", defaults.attention),
         threads=engine.threads or hardware.num_threads,
         page_size=engine.page_size,
         num_pages=num_pages,
