@@ -3,6 +3,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
+from itertools import pairwise
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from tests.support.tiny_models import make_tiny_llama
 from tokenmill import LLM, SamplingParams
 from tokenmill.errors import ConfigError, InvalidRequest, ModelNotFound, TokenmillError
 from tokenmill.sampling import base as sampling_base
+from tokenmill.trace import DEVICE, HostClock, Tracer
 from tokenmill.types import FinishReason
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -40,6 +43,28 @@ def test_text_ids_and_lists_give_the_same(llm):
     assert len(one.choices[0].token_ids) == 8
     assert one.choices[0].finish_reason is FinishReason.LENGTH
     assert is_idle(llm)
+
+
+def test_an_output_tells_when_its_first_token_came(llm):
+    began = time.perf_counter()
+    first, second = llm.generate(["hello", "other"], GREEDY)
+    assert all(began < output.first_token_at < time.perf_counter() for output in (first, second))
+    assert not llm._first_token_at
+
+
+def test_a_tracer_sees_what_runs_while_it_is_set(llm):
+    tracer = Tracer(HostClock())
+    llm.trace(tracer)
+    llm.generate("hello", GREEDY)
+    llm.trace(None)
+    steps = [size.step for size in tracer.sizes]
+    llm.generate("hello", GREEDY)
+    assert [size.step for size in tracer.sizes] == steps
+    spans = tracer.spans()
+    for name in ("plan", "launch", "wait", "commit", "stage", "forward", "sample"):
+        assert {span.step for span in spans if span.name == name} >= set(steps[:8]), name
+    device = [span for span in spans if span.track == DEVICE]
+    assert all(before.end <= after.begin for before, after in pairwise(device))
 
 
 def test_parameters_for_each_prompt(llm):

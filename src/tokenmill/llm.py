@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -24,6 +25,7 @@ from tokenmill.parallel.group import Group
 from tokenmill.sched.scheduler import Scheduler
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.text.worker import DetokenizerStage, TokenizerStage, load_template
+from tokenmill.trace import Tracer
 from tokenmill.types import FinishReason, SamplingParams, Usage
 from tokenmill.wire.channel import MemoryChannel
 from tokenmill.wire.messages import (
@@ -62,10 +64,11 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The answer to one prompt: `params.n` choices."""
+    """The answer to one prompt: `params.n` choices. `first_token_at` is a time of `time.perf_counter`."""
 
     choices: list[Completion]
     usage: Usage
+    first_token_at: float | None
 
     @property
     def text(self) -> str:
@@ -115,6 +118,7 @@ class LLM:
         self._uids = count()
         self._deltas: dict[int, deque[TextDelta]] = {}
         self._prompt_tokens: dict[int, int] = {}
+        self._first_token_at: dict[int, float] = {}
         self._is_open = True
 
     def __enter__(self) -> LLM:
@@ -196,6 +200,10 @@ class LLM:
         finally:
             self._forget([uid])
 
+    def trace(self, tracer: Tracer | None) -> None:
+        """Have `tracer` watch every step from now on; None ends that."""
+        self._loop.steps.tracer = self._engine.tracer = tracer
+
     def default_params(self) -> SamplingParams:
         """What the model's files recommend, else temperature 1."""
         return SamplingParams(**self.tokenizer.sampling_defaults)  # type: ignore[arg-type]
@@ -237,7 +245,7 @@ class LLM:
                         num_tokens += last.completion_tokens
                         speed = f"{num_tokens / max(bar.tasks[task].elapsed or 0.0, 1e-9):.0f} tok/s"
                         bar.update(task, completed=num_ended, speed=speed)
-            return [_output([self._deltas[uid] for uid in job.uids], self._prompt_tokens[job.uids[0]]) for job in jobs]
+            return [self._output(job.uids) for job in jobs]
         finally:
             self._forget(uids)
 
@@ -276,9 +284,25 @@ class LLM:
                 for delta in batch.deltas if batch else ():
                     if delta.uid in self._deltas:
                         self._deltas[delta.uid].append(delta)
+                        if delta.token_ids:
+                            self._first_token_at.setdefault(delta.uid, time.perf_counter())
                         if delta.finish_reason is not None:
                             ended.append(delta.uid)
         return ended
+
+    def _output(self, uids: list[int]) -> Output:
+        completions, generated, cached = [], 0, 0
+        for uid in uids:
+            deltas = self._deltas[uid]
+            last = deltas[-1]
+            assert last.finish_reason is not None
+            generated += last.completion_tokens
+            cached = max(cached, last.cached_tokens)
+            ids = unpack_ids(b"".join(delta.token_ids for delta in deltas))
+            text = "".join(delta.text for delta in deltas)
+            completions.append(Completion(text, ids, last.finish_reason, last.stop_reason))
+        first = min((self._first_token_at[uid] for uid in uids if uid in self._first_token_at), default=None)
+        return Output(completions, Usage(self._prompt_tokens[uids[0]], generated, cached), first)
 
     def _forget(self, uids: list[int]) -> None:
         """Drop what is kept of these requests, ending those that still run."""
@@ -286,6 +310,7 @@ class LLM:
         for uid in uids:
             self._deltas.pop(uid, None)
             self._prompt_tokens.pop(uid, None)
+            self._first_token_at.pop(uid, None)
         if running and self._is_open:
             self._to_scheduler.send(Abort(running))
             while self.scheduler.has_work and not self._deltas:
@@ -348,20 +373,6 @@ def _packed(token_ids: Sequence[int]) -> bytes:
         return pack_ids(token_ids)
     except (OverflowError, TypeError) as error:
         raise InvalidRequest(f"prompt token ids must be whole numbers below 2**31: {error}", "prompt") from None
-
-
-def _output(choices: Iterable[Iterable[TextDelta]], prompt_tokens: int) -> Output:
-    completions, generated, cached = [], 0, 0
-    for deltas in choices:
-        deltas = list(deltas)
-        last = deltas[-1]
-        assert last.finish_reason is not None
-        generated += last.completion_tokens
-        cached = max(cached, last.cached_tokens)
-        ids = unpack_ids(b"".join(delta.token_ids for delta in deltas))
-        text = "".join(delta.text for delta in deltas)
-        completions.append(Completion(text, ids, last.finish_reason, last.stop_reason))
-    return Output(completions, Usage(prompt_tokens, generated, cached))
 
 
 def _error(info: ErrorInfo) -> TokenmillError:

@@ -37,12 +37,11 @@ def measure_hardware(wanted: Literal["auto", "cpu", "cuda"] = "auto") -> Hardwar
         raise ConfigError(f"--device cuda cannot be used: {reason}")
     if wanted != "cpu" and not reason:
         torch.set_num_threads(threads)
-        name = torch.cuda.get_device_name()
-        return HardwareInfo("cuda", threads, torch.cuda.mem_get_info()[0], "bfloat16", name)
+        return HardwareInfo("cuda", threads, torch.cuda.mem_get_info()[0], "bfloat16", device_name("cuda"))
     torch.set_num_threads(1)  # threads that wait for one another would measure what else runs
     fastest = _fastest_dtype()
     torch.set_num_threads(threads)
-    return HardwareInfo("cpu", threads, _free_memory(), fastest, _processor_name())
+    return HardwareInfo("cpu", threads, _free_memory(), fastest, device_name("cpu"))
 
 
 def why_not_cuda() -> str | None:
@@ -89,7 +88,10 @@ def _free_memory() -> int:
     return max(free, 0)
 
 
-def _processor_name() -> str:
+def device_name(device: Literal["cpu", "cuda"]) -> str:
+    """What the processor or the GPU calls itself."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
