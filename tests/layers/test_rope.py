@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tokenmill.layers.rope import RotaryEmbedding, attention_factor, rope_frequencies
+from tokenmill.ops.reference import ReferenceOps
 from tokenmill.spec import ModelSpec, RopeSpec
 
 
@@ -47,7 +48,7 @@ def test_attention_factor(rope: RopeSpec, expected: float) -> None:
 
 def test_angles_are_those_of_the_positions() -> None:
     spec = ModelSpec("llama", 8, 16, 8, 1, 2, 2, 8, 100, rope=RopeSpec(kind="yarn", factor=2.0, attention_factor=3.0))
-    rotation = RotaryEmbedding(spec, torch.device("cpu")).rotation(torch.tensor([0, 5, 131071]))
+    rotation = RotaryEmbedding(spec, ReferenceOps(), torch.device("cpu")).rotation(torch.tensor([0, 5, 131071]))
     cos, sin = rotation.cos, rotation.sin
     expected = torch.tensor([[0.0], [5.0], [131071.0]]) * rope_frequencies(spec.rope, 8, 100)
     assert cos.shape == sin.shape == (3, 1, 8)

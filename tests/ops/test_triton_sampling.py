@@ -61,7 +61,6 @@ def draw(
         last,
         scratch,
         has_filters=any((its.top_k > 0 or its.top_p < 1) and not its.is_greedy for its in params),
-        position_offset=1,
     )
     assert torch.equal(last[slots.long()], out)
     assert last[rows] == -7

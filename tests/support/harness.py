@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tokenmill.attention.base import AttentionBackend, KVCache, RowLayout, kv_slots_of
+from tokenmill.attention.base import AttentionBackend, KVCache, RowLayout
 from tokenmill.layers.batch import ForwardBatch
 from tokenmill.models.base import CausalLM
+from tokenmill.ops.reference import kv_slots_of
 
 InputRow = tuple[int, int, Sequence[int]]  # slot, start, token ids
 

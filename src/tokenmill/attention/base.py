@@ -80,8 +80,3 @@ class GraphAttention(Protocol):
             page_size: tokens a page.
             scratch: of `make_scratch`; steps that share it run one after the other.
         """
-
-
-def kv_slots_of(slots: Tensor, positions: Tensor, page_table: Tensor, page_size: int) -> Tensor:
-    """Where positions of slots lie in the K/V pool; all arguments broadcast."""
-    return page_table[slots, positions // page_size] * page_size + positions % page_size

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokenmill.attention.base import KVCache, RowLayout, kv_slots_of
+from tokenmill.attention.base import KVCache, RowLayout
+from tokenmill.ops.reference import kv_slots_of
 
 PIECE_QUERIES = 256  # longer rows are cut, so that early queries do not score the positions after them
 GATHER_COST = 8  # of one context position, in score computations

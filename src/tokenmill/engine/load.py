@@ -16,6 +16,7 @@ from tokenmill.engine.device import free_cuda_memory, measure_hardware, open_dev
 from tokenmill.engine.engine import ModelEngine
 from tokenmill.models.base import CausalLM
 from tokenmill.models.load import load_model, random_model
+from tokenmill.ops.api import Ops
 from tokenmill.ops.select import make_ops
 from tokenmill.parallel.group import Group
 from tokenmill.spec import DTypeName, HardwareInfo, ModelSpec
@@ -36,7 +37,7 @@ def load_engine(run: RunConfig, path: Path, group: Group) -> tuple[ModelEngine, 
     dtype = resolve_dtype(run, hardware)
     torch.set_num_threads(run.engine.threads or hardware.num_threads)
     started = time.perf_counter()
-    attention, model = _load_model(run, path, group, hardware, dtype)
+    attention, ops, model = _load_model(run, path, group, hardware, dtype)
     log.info("weights loaded in %.1f s", time.perf_counter() - started)
     if hardware.device == "cuda":
         hardware = dataclasses.replace(hardware, memory_bytes=free_cuda_memory())
@@ -52,7 +53,7 @@ def load_engine(run: RunConfig, path: Path, group: Group) -> tuple[ModelEngine, 
         config.pool_tokens * per_token >> 20,
         config.max_model_len,
     )
-    engine = ModelEngine(model, attention, config, open_device(config))
+    engine = ModelEngine(model, ops, attention, config, open_device(config))
     if config.capture_first:
         started = time.perf_counter()
         engine.warm_up()
@@ -62,7 +63,7 @@ def load_engine(run: RunConfig, path: Path, group: Group) -> tuple[ModelEngine, 
 
 def _load_model(
     run: RunConfig, path: Path, group: Group, hardware: HardwareInfo, dtype: DTypeName
-) -> tuple[AttentionBackend, CausalLM]:
+) -> tuple[AttentionBackend, Ops, CausalLM]:
     checkpoint = None if run.model.random_weights else open_checkpoint(path)
     spec = read_spec(path) if checkpoint is None else checkpoint.spec
     device = torch.device(hardware.device)
@@ -72,5 +73,5 @@ def _load_model(
     options = {"dtype": torch_dtype, "group": group, "attention": attention, "ops": ops, "device": device}
     with torch.inference_mode():
         if checkpoint is None:
-            return attention, random_model(spec, **options)
-        return attention, load_model(checkpoint, **options)
+            return attention, ops, random_model(spec, **options)
+        return attention, ops, load_model(checkpoint, **options)

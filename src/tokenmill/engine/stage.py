@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
-import torch
 from torch import Tensor
 
-from tokenmill.attention.base import AttentionBackend, RowLayout, kv_slots_of
+from tokenmill.attention.base import AttentionBackend, RowLayout
 from tokenmill.engine.kv_pool import DeviceState
 from tokenmill.layers.batch import ForwardBatch
-from tokenmill.sampling.batch import Opening, SamplingTable, Upload
+from tokenmill.ops.api import Ops
+from tokenmill.sampling.batch import Opening, Upload
 from tokenmill.sched.plan import Row, StepPlan
 
 LAST_SAMPLED = -1  # in place of a token id: take the slot's last token
@@ -56,24 +56,18 @@ def page_triples(plan: StepPlan) -> array[int]:
     return array("i", [number for (slot, index), page in entries.items() for number in (slot, index, page)])
 
 
-def enter_pages(page_table: Tensor, triples: Tensor) -> None:
-    """Write page updates [updates, 3] to the page table [slots, pages]."""
-    page_table.index_put_((triples[:, 0].long(), triples[:, 1].long()), triples[:, 2].to(page_table.dtype))
-
-
-def open_slots(plan: StepPlan, state: DeviceState, table: SamplingTable, upload: Upload) -> None:
-    """Bring a plan's openings and page updates to the device."""
-    table.open(plan_openings(plan))
-    if plan.page_updates:
-        enter_pages(state.page_table, upload(page_triples(plan)).view(-1, 3))
+def stage_tokens(columns: Tensor, updates: Tensor, state: DeviceState, ops: Ops) -> tuple[Tensor, Tensor]:
+    """`Ops.stage_tokens` on the engine's tables; `updates` as `page_triples` has them."""
+    places = updates.view(-1, 3), state.last_tokens, state.page_table
+    return ops.stage_tokens(columns.view(3, -1), *places, state.kv.page_size)
 
 
 def make_batch(
-    plan: StepPlan, state: DeviceState, attention: AttentionBackend, upload: Upload
+    plan: StepPlan, state: DeviceState, ops: Ops, attention: AttentionBackend, upload: Upload
 ) -> tuple[ForwardBatch, Tensor, Tensor]:
-    """The tensors of one forward pass; slots [sampled] that draw, and at which positions [sampled]; both int64.
+    """The tensors of one forward pass; slots and positions [sampled] int32 of the tokens whose logits are wanted.
 
-    Updates of the plan are already applied.
+    Page updates of the plan are applied.
     """
     rows = plan.rows
     layout = RowLayout(
@@ -82,7 +76,7 @@ def make_batch(
         lengths=tuple(row.length for row in rows),
     )
     tokens, positions, slots = array("i"), array("i"), array("i")
-    ends, drawing, drawn_at = array("i"), array("i"), array("i")
+    ends, drawing, lasts = array("i"), array("i"), array("i")
     for row, end in zip(rows, accumulate(layout.lengths), strict=True):
         tokens.extend((LAST_SAMPLED,) if row.token_ids is None else row.token_ids)
         positions.extend(range(row.start, row.start + row.length))
@@ -90,22 +84,13 @@ def make_batch(
         if row.is_sampled:
             ends.append(end - 1)
             drawing.append(row.slot)
-            drawn_at.append(row.start + row.length)
-    count, sampled = len(tokens), len(ends)
-    staged = upload(tokens + positions + slots + ends + drawing + drawn_at)
-    columns = staged[: 3 * count].view(3, count)
-    batch = batch_of(columns, state, attention.plan(layout, state.page_table, state.kv.page_size))
-    logits_indices, slots_drawing, positions_drawn = staged[3 * count :].view(3, sampled).long()
-    return replace(batch, logits_indices=logits_indices), slots_drawing, positions_drawn
-
-
-def batch_of(columns: Tensor, state: DeviceState, attention: object) -> ForwardBatch:
-    """A batch from [3, tokens] int32 on the device: token ids or LAST_SAMPLED, positions, slots. All tokens draw."""
-    tokens, positions, slots = columns.long()
-    return ForwardBatch(
-        input_ids=torch.where(tokens < 0, state.last_tokens[slots], tokens),
-        positions=positions,
-        kv_slots=kv_slots_of(slots, positions, state.page_table, state.kv.page_size),
-        logits_indices=None,
-        attention=attention,
-    )
+            lasts.append(row.start + row.length - 1)
+    updates = page_triples(plan)
+    numbers = upload(tokens + positions + slots + updates + ends + drawing + lasts)
+    end_of_tokens, end_of_updates = 3 * len(tokens), 3 * len(tokens) + len(updates)
+    columns = numbers[:end_of_tokens].view(3, -1)
+    input_ids, kv_slots = stage_tokens(columns, numbers[end_of_tokens:end_of_updates], state, ops)
+    metadata = attention.plan(layout, state.page_table, state.kv.page_size)  # reads the page table
+    logits_indices, drawing_slots, last_positions = numbers[end_of_updates:].view(3, -1)
+    batch = ForwardBatch(input_ids, columns[1], kv_slots, logits_indices, metadata)
+    return batch, drawing_slots, last_positions

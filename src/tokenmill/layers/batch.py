@@ -13,8 +13,8 @@ from tokenmill.attention.base import AttentionMetadata
 class ForwardBatch:
     """Inputs of one forward pass over `tokens` tokens of `rows` rows, of which `sampled` draw a token."""
 
-    input_ids: Tensor  # [tokens] int64
-    positions: Tensor  # [tokens] int64
-    kv_slots: Tensor  # [tokens] int64, where the tokens' K and V go
-    logits_indices: Tensor | None  # [sampled] int64, into tokens; None: all of them draw
+    input_ids: Tensor  # [tokens] integers, as are the others
+    positions: Tensor  # [tokens]
+    kv_slots: Tensor  # [tokens], where the tokens' K and V go
+    logits_indices: Tensor | None  # [sampled], into tokens; None: all of them draw
     attention: AttentionMetadata

@@ -11,23 +11,22 @@ import math
 import torch
 from torch import Tensor
 
-from tokenmill.ops.api import Rotation
+from tokenmill.ops.api import Ops, Rotation
 from tokenmill.spec import ModelSpec, RopeSpec
 
 
 class RotaryEmbedding:
     """The rotation angles of positions; any position can be asked for, nothing is tabulated."""
 
-    def __init__(self, spec: ModelSpec, device: torch.device) -> None:
+    def __init__(self, spec: ModelSpec, ops: Ops, device: torch.device) -> None:
         rope = spec.rope
+        self._ops = ops
         self._frequencies = rope_frequencies(rope, rope.rotary_dim or spec.head_dim, spec.max_position).to(device)
         self._factor = attention_factor(rope)
 
     def rotation(self, positions: Tensor) -> Rotation:
         """The angles of positions [tokens]."""
-        angles = positions.float().view(-1, 1, 1) * self._frequencies  # [tokens, 1, rotary_dim / 2]
-        cos, sin = angles.cos() * self._factor, angles.sin() * self._factor
-        return Rotation(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
+        return self._ops.rotation(positions, self._frequencies, self._factor)
 
 
 def rope_frequencies(rope: RopeSpec, rotary_dim: int, max_position: int) -> Tensor:

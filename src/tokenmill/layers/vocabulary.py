@@ -21,7 +21,7 @@ class VocabularyMatrix:
         self.weight[self._tokens.size :] = 0  # padding, which no checkpoint fills
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Ids [tokens] int64 to vectors [tokens, hidden]."""
+        """Ids [tokens] to vectors [tokens, hidden]."""
         if self._group.size == 1:
             return F.embedding(ids, self.weight)
         is_elsewhere = (ids < self._tokens.start) | (ids >= self._tokens.stop)  # [tokens]

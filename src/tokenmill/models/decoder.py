@@ -41,7 +41,7 @@ class Decoder:
         self._num_kv_heads = split_kv_heads(spec.num_heads, spec.num_kv_heads, group.rank, group.size).size
         self._embedding = VocabularyMatrix(build)
         self._output = self._embedding if spec.tie_embeddings else VocabularyMatrix(build)
-        self._rope = RotaryEmbedding(spec, build.device)
+        self._rope = RotaryEmbedding(spec, build.ops, build.device)
         self._attentions = [Attention(build, layer) for layer in range(spec.num_layers)]
         self._mlps = [GatedMLP(build) for _ in range(spec.num_layers)]
         self._attention_norms = [RMSNorm(build, spec.hidden_size) for _ in range(spec.num_layers)]

@@ -38,6 +38,28 @@ class Ops(Protocol):
 
     name: str
 
+    def stage_tokens(
+        self, columns: Tensor, updates: Tensor, last_tokens: Tensor, page_table: Tensor, page_size: int
+    ) -> tuple[Tensor, Tensor]:
+        """Enter page updates, then find what the tokens are and where their K and V go.
+
+        Args:
+            columns: [3, tokens] int32: ids, or below 0 for the last token of the slot; positions; slots.
+            updates: [updates, 3] int32: slot, index and page. One entry's updates all name the same page.
+            last_tokens: [slots] integers.
+            page_table: [slots, pages] integers; written.
+            page_size: tokens a page.
+
+        Returns:
+            ids [tokens] and places in the K/V pool [tokens], integers.
+        """
+
+    def rotation(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
+        """The angles of positions [tokens], integers, for frequencies [rotary_dim / 2] in radians a position.
+
+        `factor` multiplies cosines and sines. Either is as exact as torch's in float32.
+        """
+
     def linear(
         self,
         x: Tensor,
@@ -83,7 +105,7 @@ class Ops(Protocol):
             norms: weights of the normalisation (Qwen3), or None.
             keys: [kv slots, kv_heads, head_dim], one layer's; written.
             values: the same for values; written.
-            kv_slots: [tokens] int64, where the tokens' K and V go.
+            kv_slots: [tokens] integers, where the tokens' K and V go.
 
         Returns:
             the queries, [tokens, heads, head_dim].

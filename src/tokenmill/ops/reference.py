@@ -14,6 +14,21 @@ class ReferenceOps:
 
     name = "reference"
 
+    def stage_tokens(
+        self, columns: Tensor, updates: Tensor, last_tokens: Tensor, page_table: Tensor, page_size: int
+    ) -> tuple[Tensor, Tensor]:
+        """See `Ops.stage_tokens`."""
+        page_table[updates[:, 0], updates[:, 1]] = updates[:, 2].to(page_table.dtype)
+        tokens, positions, slots = columns
+        input_ids = torch.where(tokens < 0, last_tokens[slots], tokens)
+        return input_ids, kv_slots_of(slots, positions, page_table, page_size)
+
+    def rotation(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
+        """See `Ops.rotation`."""
+        angles = positions.float().view(-1, 1, 1) * frequencies  # [tokens, 1, rotary_dim / 2]
+        cos, sin = angles.cos() * factor, angles.sin() * factor
+        return Rotation(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
+
     def linear(
         self,
         x: Tensor,
@@ -59,6 +74,11 @@ class ReferenceOps:
         keys.index_copy_(0, kv_slots, key)
         values.index_copy_(0, kv_slots, value)
         return query
+
+
+def kv_slots_of(slots: Tensor, positions: Tensor, page_table: Tensor, page_size: int) -> Tensor:
+    """Where positions of slots lie in the K/V pool; all arguments broadcast."""
+    return page_table[slots, positions // page_size] * page_size + positions % page_size
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:

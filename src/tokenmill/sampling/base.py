@@ -20,8 +20,8 @@ class Sampler(Protocol):
 
         Args:
             logits: [rows, vocab], float32 or the model's type.
-            slots: [rows] int64.
-            positions: [rows] int64, of the tokens drawn.
+            slots: [rows] integers.
+            positions: [rows] integers, of the tokens before those drawn.
             last_tokens: [slots] int64, written at `slots`.
             is_filtered: whether any row has top_k or top_p.
 
@@ -40,6 +40,6 @@ class ReferenceSampler:
         self, logits: Tensor, slots: Tensor, positions: Tensor, last_tokens: Tensor, *, is_filtered: bool
     ) -> Tensor:
         """See `Sampler.draw`."""
-        ids = sample(logits.float(), self._table, slots.tolist(), positions.tolist())
-        last_tokens.index_copy_(0, slots, ids)
+        ids = sample(logits.float(), self._table, slots.tolist(), (positions + 1).tolist())
+        last_tokens[slots] = ids
         return ids

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tokenmill.ops.api import HeadNorms, Norm, Rotation
 from tokenmill.ops.triton.activation import silu_and_mul
+from tokenmill.ops.triton.inputs import make_rotation, stage_tokens
 from tokenmill.ops.triton.linear import DOT_ROWS, GEMV_ROWS, LinearScratch, choose, dot, gemv
 from tokenmill.ops.triton.norm import rms_norm
 from tokenmill.ops.triton.qkv import prepare_qkv
@@ -26,6 +27,16 @@ class TritonOps:
     def __init__(self, device: torch.device, *, has_pdl: bool = False) -> None:
         self._scratch = LinearScratch(device)
         self._has_pdl = has_pdl
+
+    def stage_tokens(
+        self, columns: Tensor, updates: Tensor, last_tokens: Tensor, page_table: Tensor, page_size: int
+    ) -> tuple[Tensor, Tensor]:
+        """See `Ops.stage_tokens`."""
+        return stage_tokens(columns, updates, last_tokens, page_table, page_size, pdl=self._has_pdl)
+
+    def rotation(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
+        """See `Ops.rotation`."""
+        return make_rotation(positions, frequencies, factor, pdl=self._has_pdl)
 
     def linear(
         self,

@@ -111,7 +111,7 @@ def _summarise_kernel(
             set_marks(marks + row * MARKS, top, tl.maximum(low, top - REACH))
 
 
-@triton.jit(do_not_specialize=["stride", "position_offset"])
+@triton.jit(do_not_specialize=["stride"])
 def _race_kernel(
     logits,
     slots,
@@ -129,7 +129,6 @@ def _race_kernel(
     out_ids,
     last_tokens,
     stride,
-    position_offset,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -152,7 +151,7 @@ def _race_kernel(
             at = block * BLOCK + tl.arange(0, BLOCK)
             value = scaled_logits(logits + row * stride, at, VOCAB, tl.load(temperature + slot))  # [BLOCK]
             is_kept = (value >= least) & ((value > bound) | ((value == bound) & (at <= last)))
-            low, high = row_key(tl.load(seed + slot), tl.load(positions + row).to(tl.int64) + position_offset)
+            low, high = row_key(tl.load(seed + slot), tl.load(positions + row).to(tl.int64) + 1)
             arrival = tl.maximum(value - tl.log(exponential(low, high, at)), -1e30)  # kept ids beat all others
             score, place = tl.max(tl.where(is_kept, arrival, float("-inf")), 0, return_indices=True)
             winner = block * BLOCK + place
@@ -182,7 +181,6 @@ def sample_rows(
     scratch: SamplingScratch,
     *,
     has_filters: bool,
-    position_offset: int = 0,
 ) -> None:
     """Draw one token a row, as `sampling.sampler.sample` does; greedy rows take the likeliest.
 
@@ -191,14 +189,13 @@ def sample_rows(
 
     Args:
         logits: [rows, vocab] float32 or bfloat16, rows contiguous. Not written.
-        slots: [rows] int32.
-        positions: [rows] integers; with `position_offset`, the position of the token that each row draws.
+        slots: [rows] integers.
+        positions: [rows] integers, of the tokens before those drawn.
         columns: the slots' parameters.
         out_ids: [rows] integers, written.
         last_tokens: [slots] integers, written at `slots`.
         scratch: of at least these rows and this vocabulary.
         has_filters: False if no row has top_k or top_p (greedy rows aside), which are ignored then.
-        position_offset: added to positions: 1 if they are those of the tokens before.
     """
     rows, vocab = logits.shape
     if not rows:
@@ -244,7 +241,6 @@ def sample_rows(
         out_ids,
         last_tokens,
         logits.stride(0),
-        position_offset,
         num_warps=4,
         **shape,
     )
