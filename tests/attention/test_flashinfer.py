@@ -180,6 +180,7 @@ def test_a_package_that_does_not_load_is_told(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.skipif(
     DEVICE.type != "cuda" or importlib.util.find_spec("flashinfer") is None, reason="needs FlashInfer and a GPU"
 )
+@pytest.mark.filterwarnings("default")  # FlashInfer's own are no fault here
 @pytest.mark.parametrize("rows", STEPS.values(), ids=STEPS)
 def test_real_kernels_equal_the_reference(rows: list[tuple[int, int]]) -> None:
     case = Paged(rows, heads=16, kv_heads=8, dim=128, page=16, dtype=torch.bfloat16)
