@@ -1,72 +1,37 @@
-"""Products of few rows with a weight matrix, where the library falls short of the memory's speed.
-
-Up to four rows, a program holds some rows of the weight in registers and multiplies by hand; up to sixty-four, it loops
-over the inner dimension with the matrix units. Beyond, the library is as fast.
-"""
+"""Products of up to four rows with a weight matrix: a program holds some rows of the weight in registers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenmill.ops.triton.launch import pdl_options, start_and_wait
+from tokenmill.ops.triton.launch import pdl_options
 
 GEMV_ROWS = 4
-DOT_ROWS = 64
-MAX_SPLIT = 4
-SPLIT_OUTPUTS = 2048  # products with fewer outputs fill the device only if split
-COUNTERS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class LinearConfig:
-    """How one product is computed. `swap` makes the weight the first operand, for few rows."""
+    """How one product is computed."""
 
-    kind: Literal["gemv", "dot"]
     block_n: int
     block_k: int
     num_warps: int
-    num_stages: int = 1
-    swap: bool = False
-    split: int = 1
 
 
-def choose(rows: int, outputs: int, inputs: int) -> LinearConfig | None:
-    """The fastest way found on an H200 for x [rows, inputs] @ weight [outputs, inputs]; None is the library.
+def choose(rows: int, outputs: int, inputs: int) -> LinearConfig:
+    """The fastest way found on an H200 for x [rows, inputs] @ weight [outputs, inputs].
 
-    A gemv's CTA has few rows so that the next kernel becomes resident beside it.
+    A program has few rows of the weight so that the next kernel becomes resident beside it.
     """
-    if rows <= GEMV_ROWS:
-        if rows == 1 and inputs <= 1024:
-            return LinearConfig("gemv", 16 if outputs >= 32768 else 8, 1024, num_warps=4)
-        block_n = 8 if rows == 1 and outputs >= 32768 else 4 if rows <= 2 or inputs <= 4096 else 2
-        return LinearConfig("gemv", block_n, 1024, num_warps=4)
-    if rows > DOT_ROWS or (rows > 16 and outputs >= 16384 and inputs > 2048):
-        return None
-    split = MAX_SPLIT if outputs < SPLIT_OUTPUTS and inputs >= 2048 else 1
-    if rows <= 16:
-        if split > 1 and inputs > 2048:
-            return LinearConfig("dot", 32, 128, num_warps=4, num_stages=4, split=split)
-        return LinearConfig("dot", 64, 128, num_warps=4, num_stages=4, swap=True, split=split)
-    if outputs >= 6144:
-        return LinearConfig("dot", 64, 128, num_warps=4, num_stages=4, swap=True)
-    return LinearConfig("dot", 32, 128, num_warps=4, num_stages=4, split=split)
-
-
-class LinearScratch:
-    """Partial sums of split products, and how many parts of a block of outputs are done.
-
-    One product at a time may use it: all products of one stream may share one. Counters are 0 between products.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.partials = torch.empty(MAX_SPLIT * DOT_ROWS * SPLIT_OUTPUTS, dtype=torch.float32, device=device)
-        self.counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+    if rows == 1 and inputs <= 1024:
+        return LinearConfig(16 if outputs >= 32768 else 8, 1024, num_warps=4)
+    block_n = 8 if rows == 1 and outputs >= 32768 else 4 if rows <= 2 or inputs <= 4096 else 2
+    return LinearConfig(block_n, 1024, num_warps=4)
 
 
 @triton.jit
@@ -173,85 +138,6 @@ def _inputs(x, norm_weight, at, INPUTS: tl.constexpr, HAS_NORM: tl.constexpr):
     return value, square
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _dot_kernel(
-    x,
-    weight,
-    bias,
-    residual,
-    out,
-    partials,
-    counters,
-    rows,
-    outputs,
-    INPUTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPLIT: tl.constexpr,
-    SWAP: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    part = tl.program_id(1)
-    m = tl.arange(0, BLOCK_M)  # [BLOCK_M]
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-    steps: tl.constexpr = (INPUTS + BLOCK_K * SPLIT - 1) // (BLOCK_K * SPLIT)
-    k = part * steps * BLOCK_K + tl.arange(0, BLOCK_K)  # [BLOCK_K]
-    is_even_k: tl.constexpr = INPUTS % (BLOCK_K * SPLIT) == 0
-    start_and_wait(PDL)
-    weights = weight + n.to(tl.int64)[:, None] * INPUTS
-    if SWAP:
-        total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    else:
-        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for _ in range(steps):
-        if is_even_k and EVEN_N:
-            w = tl.load(weights + k[None, :])  # [BLOCK_N, BLOCK_K]
-        else:
-            w = tl.load(weights + k[None, :], mask=(n < outputs)[:, None] & (k < INPUTS)[None, :], other=0.0)
-        is_loaded = (m < rows)[:, None]
-        if not is_even_k:
-            is_loaded = is_loaded & (k < INPUTS)[None, :]
-        value = tl.load(x + m[:, None] * INPUTS + k[None, :], mask=is_loaded, other=0.0)  # [BLOCK_M, BLOCK_K]
-        if SWAP:
-            total = tl.dot(w, tl.trans(value), total, input_precision="ieee")
-        else:
-            total = tl.dot(value, tl.trans(w), total, input_precision="ieee")
-        k += BLOCK_K
-    if SWAP:
-        total = tl.trans(total)
-    place = m[:, None] * outputs + n[None, :]  # [BLOCK_M, BLOCK_N]
-    is_place = (m < rows)[:, None] & (n < outputs)[None, :]
-    if SPLIT == 1:
-        _finish(total, bias, residual, out, n, place, is_place, outputs, HAS_BIAS, HAS_RESIDUAL)
-    else:
-        tl.store(partials + part * rows * outputs + place, total, mask=is_place)
-        tl.debug_barrier()  # all of the program's stores stand before its one atomic
-        done = tl.atomic_add(counters + tl.program_id(0), 1, sem="acq_rel")
-        if done == SPLIT - 1:
-            # The last part to arrive adds up all of them, in one order, and leaves the counter as it was found.
-            tl.store(counters + tl.program_id(0), 0)
-            total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            for other in tl.static_range(SPLIT):
-                pointers = partials + other * rows * outputs + place
-                total += tl.load(pointers, mask=is_place, other=0.0, cache_modifier=".cg")
-            _finish(total, bias, residual, out, n, place, is_place, outputs, HAS_BIAS, HAS_RESIDUAL)
-
-
-@triton.jit
-def _finish(
-    total, bias, residual, out, n, place, is_place, outputs, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr
-):
-    if HAS_BIAS:
-        total += tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)[None, :]
-    if HAS_RESIDUAL:
-        total += tl.load(residual + place, mask=is_place, other=0.0).to(tl.float32)
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=is_place)
-
-
 def gemv(
     x: Tensor,
     weight: Tensor,
@@ -274,7 +160,7 @@ def gemv(
     Args:
         x: [rows, inputs], rows <= 4; not `out`.
         weight: [outputs, inputs].
-        config: from `choose`, of kind gemv.
+        config: from `choose`.
         out: [rows, outputs]; may be `residual`; made if None.
         bias, norm_weight, eps, residual, is_gated: see above.
         pdl: see `launch`; weights are read early.
@@ -308,65 +194,6 @@ def gemv(
             IS_GATED=is_gated,
             PDL=pdl,
             num_warps=config.num_warps,
-            **pdl_options(pdl),
-        )
-    return out
-
-
-def dot(
-    x: Tensor,
-    weight: Tensor,
-    config: LinearConfig,
-    scratch: LinearScratch,
-    *,
-    out: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    pdl: bool = False,
-) -> Tensor:
-    """Multiply up to sixty-four rows by weight transposed, and add bias and residual. All tensors are contiguous.
-
-    Args:
-        x: [rows, inputs], rows <= 64; not `out`.
-        weight: [outputs, inputs].
-        config: from `choose`, of kind dot.
-        scratch: used if the config splits.
-        out: [rows, outputs]; may be `residual`; made if None.
-        bias: [outputs], added.
-        residual: [rows, outputs], added.
-        pdl: see `launch`.
-    """
-    rows, inputs = x.shape
-    outputs = weight.shape[0]
-    blocks = triton.cdiv(outputs, config.block_n)
-    if rows > DOT_ROWS:
-        raise ValueError(f"dot takes up to {DOT_ROWS} rows, got {rows}")
-    if config.split > 1 and (blocks > COUNTERS or config.split * rows * outputs > scratch.partials.numel()):
-        raise ValueError(f"{outputs} outputs are too many to split a product {config.split} times")
-    out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device) if out is None else out
-    if rows:
-        _dot_kernel[(blocks, config.split)](
-            x,
-            weight,
-            x if bias is None else bias,
-            x if residual is None else residual,
-            out,
-            scratch.partials,
-            scratch.counters,
-            rows,
-            outputs,
-            INPUTS=inputs,
-            BLOCK_M=max(16, triton.next_power_of_2(rows)),
-            BLOCK_N=config.block_n,
-            BLOCK_K=config.block_k,
-            SPLIT=config.split,
-            SWAP=config.swap,
-            EVEN_N=outputs % config.block_n == 0,
-            HAS_BIAS=bias is not None,
-            HAS_RESIDUAL=residual is not None,
-            PDL=pdl,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
             **pdl_options(pdl),
         )
     return out

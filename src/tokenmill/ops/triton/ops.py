@@ -9,23 +9,24 @@ from torch import Tensor
 from tokenmill.ops.api import HeadNorms, Norm, Rotation
 from tokenmill.ops.triton.activation import silu_and_mul
 from tokenmill.ops.triton.inputs import make_rotation, stage_tokens
-from tokenmill.ops.triton.linear import DOT_ROWS, GEMV_ROWS, LinearScratch, choose, dot, gemv
+from tokenmill.ops.triton.linear import GEMV_ROWS, choose, gemv
 from tokenmill.ops.triton.norm import rms_norm
+from tokenmill.ops.triton.products import MAX_ROWS, ProductScratch, choose_product, product
 from tokenmill.ops.triton.qkv import prepare_qkv
 
 
 class TritonOps:
     """For one stream: split products share one scratch.
 
-    Up to four tokens norm, product, gate and residual are one kernel; up to sixty-four the product is a kernel of
-    ours; beyond, the library's. With `has_pdl`, steps without the library overlap the end of each kernel with the start
-    of the next (see `launch`).
+    Norm, product, gate and residual are one kernel for few tokens; for many, and where `choose_product` says so, the
+    product is the library's. With `has_pdl`, small steps overlap the end of each kernel with the start of the next (see
+    `launch`).
     """
 
     name = "triton"
 
     def __init__(self, device: torch.device, *, has_pdl: bool = False) -> None:
-        self._scratch = LinearScratch(device)
+        self._scratch = ProductScratch(device)
         self._has_pdl = has_pdl
 
     def stage_tokens(
@@ -48,30 +49,15 @@ class TritonOps:
         residual: Tensor | None = None,
     ) -> Tensor:
         """See `Ops.linear`."""
-        x, pdl = x.contiguous(), self._uses_pdl(x)
-        config = choose(x.shape[0], *weight.shape)
-        if config is not None and config.kind == "gemv":
-            scale, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-            return gemv(x, weight, config, bias=bias, norm_weight=scale, eps=eps, residual=residual, pdl=pdl)
-        if norm is not None:
-            x = rms_norm(x, norm.weight, norm.eps, pdl=pdl)
-        if config is not None:
-            return dot(x, weight, config, self._scratch, bias=bias, residual=residual, pdl=pdl)
-        if residual is not None and bias is None:
-            return torch.addmm(residual, x, weight.t())
-        product = F.linear(x, weight, bias)
-        return product if residual is None else product.add_(residual)
+        fused = self._fused(x, weight, bias, norm, residual)
+        return self._library(x, weight, bias, norm, residual) if fused is None else fused
 
     def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, norm: Norm) -> Tensor:
         """See `Ops.gated_linear`."""
-        if x.shape[0] <= GEMV_ROWS and bias is None:
-            config = choose(x.shape[0], weight.shape[0] // 2, weight.shape[1])
-            if config is not None and config.kind == "gemv":
-                pdl = self._uses_pdl(x)
-                return gemv(
-                    x.contiguous(), weight, config, norm_weight=norm.weight, eps=norm.eps, is_gated=True, pdl=pdl
-                )
-        return silu_and_mul(self.linear(x, weight, bias, norm=norm), pdl=self._uses_pdl(x))
+        fused = self._fused(x, weight, bias, norm, None, is_gated=True)
+        if fused is None:
+            return silu_and_mul(self._library(x, weight, bias, norm, None), pdl=self._uses_pdl(x))
+        return fused
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         """See `Ops.rms_norm`."""
@@ -89,5 +75,58 @@ class TritonOps:
         """See `Ops.prepare_qkv`."""
         return prepare_qkv(qkv, rotation, norms, keys, values, kv_slots, pdl=self._uses_pdl(qkv))
 
+    def _fused(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        norm: Norm | None,
+        residual: Tensor | None,
+        *,
+        is_gated: bool = False,
+    ) -> Tensor | None:
+        x, rows, pdl = x.contiguous(), x.shape[0], self._uses_pdl(x)
+        outputs, inputs = weight.shape[0] // 2 if is_gated else weight.shape[0], weight.shape[1]
+        weights, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        if rows <= GEMV_ROWS and not (is_gated and bias is not None):
+            return gemv(
+                x,
+                weight,
+                choose(rows, outputs, inputs),
+                bias=bias,
+                norm_weight=weights,
+                eps=eps,
+                residual=residual,
+                is_gated=is_gated,
+                pdl=pdl,
+            )
+        config = choose_product(rows, outputs, inputs, is_gated=is_gated)
+        if config is None:
+            return None
+        if weights is not None and not config.fuses_norm:
+            x, weights = rms_norm(x, weights, eps, pdl=pdl), None
+        return product(
+            x,
+            weight,
+            config,
+            self._scratch,
+            bias=bias,
+            norm_weight=weights,
+            eps=eps,
+            residual=residual,
+            is_gated=is_gated,
+            pdl=pdl,
+        )
+
+    def _library(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm | None, residual: Tensor | None
+    ) -> Tensor:
+        if norm is not None:
+            x = rms_norm(x, norm.weight, norm.eps, pdl=self._uses_pdl(x))
+        if residual is not None and bias is None:
+            return torch.addmm(residual, x, weight.t())
+        result = F.linear(x, weight, bias)
+        return result if residual is None else result.add_(residual)
+
     def _uses_pdl(self, x: Tensor) -> bool:
-        return self._has_pdl and x.shape[0] <= DOT_ROWS
+        return self._has_pdl and x.shape[0] <= MAX_ROWS
