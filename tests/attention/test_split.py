@@ -6,25 +6,28 @@ import pytest
 import torch
 
 from tests.attention.paged import DEVICE, Paged
-from tokenmill.attention.base import GraphAttention, RowLayout
+from tokenmill.attention.base import FusedAttention, GraphAttention, RowLayout
 from tokenmill.attention.reference import ReferenceAttention
 from tokenmill.attention.split import GraphSplitAttention, SplitAttention
+from tokenmill.ops.api import HeadNorms, Rotation
 
 MIXED = [(4, 1), (0, 7), (62, 4), (0, 1), (64, 65), (63, 2), (130, 1)]
 
 
 class Graphed(ReferenceAttention):
-    """A backend that could be captured. Its scratch says so."""
-
-    def make_scratch(self, max_rows: int, device: torch.device) -> Any:
-        return [f"scratch of {max_rows}"]
+    """A backend that could be captured, and prepares what it runs."""
 
     def plan_decode(
-        self, slots: torch.Tensor, positions: torch.Tensor, page_table: torch.Tensor, page_size: int, scratch: list[str]
+        self, slots: torch.Tensor, positions: torch.Tensor, page_table: torch.Tensor, page_size: int
     ) -> Any:
-        scratch.append("used")
         layout = RowLayout(tuple(slots.tolist()), tuple(positions.tolist()), (1,) * len(slots))
         return self.plan(layout, page_table, page_size)
+
+    def prepares(self, metadata: Any) -> bool:
+        return True
+
+    def prepare_and_run(self, qkv: Any, rotation: Any, norms: Any, kv: Any, layer: int, metadata: Any) -> Any:
+        return qkv, rotation, norms, kv, layer, metadata
 
 
 def reference(scale: float) -> ReferenceAttention:
@@ -60,9 +63,23 @@ def test_graphs_come_from_the_decode_backend() -> None:
     assert not isinstance(SplitAttention(decode, prefill), GraphAttention)
     backend = GraphSplitAttention(prefill, decode)
     assert isinstance(backend, GraphAttention)
-    scratch = backend.make_scratch(8, DEVICE)
-    assert scratch == ["scratch of 8"]
     case = Paged([(4, 1), (30, 1), (0, 1)])
-    metadata = backend.plan_decode(case.slots, case.last_positions, case.table.long(), case.page, scratch)
-    assert scratch[1:] == ["used"]
+    metadata = backend.plan_decode(case.slots, case.last_positions, case.table.long(), case.page)
     assert torch.equal(backend.run(case.query, case.kv, 1, metadata), result_of(decode, case))
+
+
+def test_decode_steps_are_prepared_where_the_backend_does() -> None:
+    plain, fused = reference(0.5), Graphed(scale=-0.5, token_elements=32)
+    backend, case = GraphSplitAttention(plain, fused), Paged(MIXED)
+    assert isinstance(backend, FusedAttention)
+    assert not backend.prepares(backend.plan(case.layout, case.table.long(), case.page))
+    case = Paged([(4, 1), (30, 1)])
+    assert not SplitAttention(fused, plain).prepares(
+        SplitAttention(fused, plain).plan(case.layout, case.table.long(), case.page)
+    )
+    metadata = backend.plan(case.layout, case.table.long(), case.page)
+    assert backend.prepares(metadata)
+    qkv, norms = case.query, HeadNorms(case.query, case.query, 0.1)
+    rotation = Rotation(case.query, case.query)
+    given = backend.prepare_and_run(qkv, rotation, norms, case.kv, 1, metadata)
+    assert given == (qkv, rotation, norms, case.kv, 1, metadata[0].metadata)

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 
 from tests.attention.paged import DEVICE, TOLERANCE, Paged
 from tokenmill.attention.reference import ReferenceAttention
+from tokenmill.ops.api import Rotation
 
 pytest.importorskip("triton")
-from tokenmill.attention.triton import DecodeRows, TritonAttention, TritonMetadata
+from tokenmill.attention.triton import TritonAttention
+from tokenmill.attention.triton_decode import COUNT, POSITION, SLOT, TOKEN
 from tokenmill.attention.triton_prefill import (
     PrefillRow,
     can_gather,
@@ -172,12 +174,10 @@ def test_mixed_step_equals_the_reference(dtype: torch.dtype, num_sms: int) -> No
     backend = backend_of(case, num_sms=num_sms, gather_from=60)
     metadata = backend.plan(case.layout, case.table, case.page)
     assert metadata.decode is not None
-    assert metadata.decode.slots.tolist() == [case.layout.slots[0], case.layout.slots[3]]  # the longer context first
-    assert metadata.decode.tokens is not None
-    assert metadata.decode.tokens.tolist() == [0, 12]
-    assert metadata.decode.split is not None
-    assert metadata.decode.split.splits.num_splits == (2 if num_sms == 1 else 32)
-    assert metadata.decode.split.position_sum.tolist() == [case.layout.starts[0] + case.layout.starts[3]]
+    pieces = [piece for piece in metadata.decode.pieces.tolist() if piece[COUNT.value]]
+    rows = [[piece[column.value] for column in (TOKEN, SLOT, POSITION)] for piece in pieces]
+    assert rows == [[0, case.layout.slots[0], 4], [12, case.layout.slots[3], 0]]  # the longer context first
+    assert not backend.prepares(metadata)
     assert metadata.work is not None
     assert len(metadata.gathered) == (0 if dtype == torch.float32 else 1)
     result = backend.run(case.query, case.kv, 1, metadata)
@@ -206,10 +206,9 @@ def test_captured_decode_serves_other_contexts(num_sms: int) -> None:
     table = torch.zeros_like(case.table)
     keys, values = torch.zeros_like(case.kv.keys), torch.zeros_like(case.kv.values)
     kv = replace(case.kv, keys=keys, values=values)
-    scratch = backend.make_scratch(5, DEVICE)
 
     def step() -> torch.Tensor:
-        return backend.run(query, kv, 1, backend.plan_decode(slots, positions, table, 16, scratch))
+        return backend.run(query, kv, 1, backend.plan_decode(slots, positions, table, 16))
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -227,18 +226,20 @@ def test_captured_decode_serves_other_contexts(num_sms: int) -> None:
 
 
 @pytest.mark.parametrize("num_sms", [1, 2, 132])
-def test_decode_plan_over_static_tensors(num_sms: int) -> None:
+def test_decode_steps_prepare_inside(num_sms: int) -> None:
     case = Paged([(9, 1), (700, 1), (0, 1), (30, 1), (64, 1)], page=16)
     backend = backend_of(case, num_sms=num_sms)
-    scratch = backend.make_scratch(8, DEVICE)
-    slots, positions = case.slots.zero_(), case.last_positions.zero_()
-    metadata = backend.plan_decode(slots, positions, case.table, case.page, scratch)
-    slots.copy_(case.slots)
-    positions.copy_(case.last_positions)
-    assert isinstance(metadata, TritonMetadata)
-    assert isinstance(metadata.decode, DecodeRows)
-    assert (metadata.decode.split is None) is (num_sms == 1)
-    case.check(backend.run(case.query, case.kv, 1, metadata))
+    qkv = torch.cat((case.query, torch.randn(5, 4, 16).to(DEVICE)), 1)
+    still = Rotation(torch.ones(5, 1, 16, device=DEVICE), torch.zeros(5, 1, 16, device=DEVICE))
+    for context, own in zip(case.contexts, qkv.cpu(), strict=True):
+        context[0][-1], context[1][-1] = own[4:6], own[6:]
+    for metadata in (
+        backend.plan(case.layout, case.table, case.page),
+        backend.plan_decode(case.slots, case.last_positions, case.table, case.page),
+    ):
+        assert backend.prepares(metadata)
+        case.check(backend.prepare_and_run(qkv, still, None, case.kv, 1, metadata))
+        case.check(backend.run(case.query, case.kv, 1, metadata))  # K and V have been stored
 
 
 def test_what_cudnn_takes() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
+
+from tokenmill.ops.api import HeadNorms, Rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +66,45 @@ class AttentionBackend(Protocol):
 class GraphAttention(Protocol):
     """A backend whose decode steps can be captured as a CUDA graph."""
 
-    def make_scratch(self, max_rows: int, device: torch.device) -> Any:
-        """What `plan_decode` of up to `max_rows` rows needs beside its arguments."""
-
-    def plan_decode(
-        self, slots: Tensor, positions: Tensor, page_table: Tensor, page_size: int, scratch: Any
-    ) -> AttentionMetadata:
+    def plan_decode(self, slots: Tensor, positions: Tensor, page_table: Tensor, page_size: int) -> AttentionMetadata:
         """Metadata of a step of decode rows only, over tensors whose contents change from replay to replay.
+
+        It is part of what is captured. An ordinary launch must follow before layers run (see `ops.triton.launch`).
 
         Args:
             slots: [rows] int32; row i is token i.
             positions: [rows] int32; a row attends to all positions up to its own.
             page_table: [slots, pages] int32.
             page_size: tokens a page.
-            scratch: of `make_scratch`; steps that share it run one after the other.
+        """
+
+
+@runtime_checkable
+class FusedAttention(Protocol):
+    """A backend that also does the work of `Ops.prepare_qkv` in some steps."""
+
+    def prepares(self, metadata: AttentionMetadata) -> bool:
+        """Whether `prepare_and_run` serves the step of this metadata."""
+
+    def prepare_and_run(
+        self,
+        qkv: Tensor,
+        rotation: Rotation,
+        norms: HeadNorms | None,
+        kv: KVCache,
+        layer: int,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """`Ops.prepare_qkv`, which stores the tokens' K and V, and `run`.
+
+        Args:
+            qkv: [tokens, heads + 2 * kv_heads, head_dim].
+            rotation: the tokens' angles.
+            norms: weights of the normalisation, or None.
+            kv: the K/V cache.
+            layer: number of the layer.
+            metadata: of a step for which `prepares` is true.
+
+        Returns:
+            [tokens, heads, head_dim].
         """

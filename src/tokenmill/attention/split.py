@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from tokenmill.attention.base import AttentionBackend, AttentionMetadata, GraphAttention, KVCache, RowLayout
+from tokenmill.attention.base import (
+    AttentionBackend,
+    AttentionMetadata,
+    FusedAttention,
+    GraphAttention,
+    KVCache,
+    RowLayout,
+)
+from tokenmill.ops.api import HeadNorms, Rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +59,25 @@ class SplitAttention:
             out[part.tokens] = part.backend.run(query[part.tokens], kv, layer, part.metadata)
         return out
 
+    def prepares(self, metadata: tuple[Part, ...]) -> bool:
+        """See `FusedAttention.prepares`."""
+        backend = metadata[0].backend
+        return len(metadata) == 1 and isinstance(backend, FusedAttention) and backend.prepares(metadata[0].metadata)
+
+    def prepare_and_run(
+        self,
+        qkv: Tensor,
+        rotation: Rotation,
+        norms: HeadNorms | None,
+        kv: KVCache,
+        layer: int,
+        metadata: tuple[Part, ...],
+    ) -> Tensor:
+        """See `FusedAttention.prepare_and_run`."""
+        (part,) = metadata
+        assert isinstance(part.backend, FusedAttention)
+        return part.backend.prepare_and_run(qkv, rotation, norms, kv, layer, part.metadata)
+
 
 class GraphSplitAttention(SplitAttention):
     """A SplitAttention and `attention.base.GraphAttention`: decode steps are captured as `decode` has them."""
@@ -61,13 +87,6 @@ class GraphSplitAttention(SplitAttention):
         assert isinstance(decode, GraphAttention)
         self._graph: GraphAttention = decode
 
-    def make_scratch(self, max_rows: int, device: torch.device) -> Any:
-        """See `GraphAttention.make_scratch`."""
-        return self._graph.make_scratch(max_rows, device)
-
-    def plan_decode(
-        self, slots: Tensor, positions: Tensor, page_table: Tensor, page_size: int, scratch: Any
-    ) -> tuple[Part, ...]:
+    def plan_decode(self, slots: Tensor, positions: Tensor, page_table: Tensor, page_size: int) -> tuple[Part, ...]:
         """See `GraphAttention.plan_decode`."""
-        metadata = self._graph.plan_decode(slots, positions, page_table, page_size, scratch)
-        return (Part(self._decode, metadata, None),)
+        return (Part(self._decode, self._graph.plan_decode(slots, positions, page_table, page_size), None),)

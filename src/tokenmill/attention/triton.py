@@ -11,14 +11,7 @@ import torch
 from torch import Tensor
 
 from tokenmill.attention.base import KVCache, RowLayout
-from tokenmill.attention.triton_decode import (
-    DecodeScratch,
-    SplitPlan,
-    Splits,
-    choose_splits,
-    decode_attention,
-    make_scratch,
-)
+from tokenmill.attention.triton_decode import DecodePlan, decode_attention, decode_settings, plan_decode
 from tokenmill.attention.triton_prefill import (
     WORK_COLUMNS,
     PrefillRow,
@@ -28,18 +21,9 @@ from tokenmill.attention.triton_prefill import (
     prefill_attention,
     prefill_settings,
 )
+from tokenmill.ops.api import HeadNorms, Rotation
 
 ALIGNED_INTS = 4  # tables start at multiples of 16 bytes: kernels are compiled anew for other alignments
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeRows:
-    """Rows of one query each."""
-
-    tokens: Tensor | None  # [rows] int32, into the step's tokens; None: row i is token i
-    slots: Tensor  # [rows] int32
-    positions: Tensor  # [rows] int32
-    split: SplitPlan | None  # None: no row is cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +32,7 @@ class TritonMetadata:
 
     page_table: Tensor  # [slots, pages]
     page_size: int
-    decode: DecodeRows | None
+    decode: DecodePlan | None  # of the rows of one query each
     work: Tensor | None  # [items, 4] int32
     gathered: tuple[PrefillRow, ...]
 
@@ -81,14 +65,10 @@ class TritonAttention:
     ) -> None:
         self._scale, self._pdl = scale, pdl
         self._num_heads, self._num_kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
-        self._num_sms = num_sms
+        self._num_sms, self._element_size = num_sms, dtype.itemsize
         self._gather_from = max(2, gather_from) if can_gather(head_dim, dtype) else sys.maxsize
         group = num_heads // num_kv_heads
         self._block_queries = prefill_settings(group, head_dim, dtype.itemsize).block_m // group
-
-    def make_scratch(self, max_rows: int, device: torch.device) -> DecodeScratch:
-        """Scratch for `plan_decode` of any number of rows up to `max_rows`."""
-        return make_scratch(max_rows, self._num_heads, self._num_kv_heads, self._head_dim, self._num_sms, device)
 
     def plan(self, layout: RowLayout, page_table: Tensor, page_size: int) -> TritonMetadata:
         """See `AttentionBackend.plan`. At most one copy to the device, and no wait for it."""
@@ -98,45 +78,44 @@ class TritonAttention:
         singles = sorted((row for row in rows if row.length == 1), key=lambda row: row.start, reverse=True)
         gathered = tuple(row for row in rows if row.length >= self._gather_from)
         work = make_work((row for row in rows if 1 < row.length < self._gather_from), self._block_queries)
-        tokens, slots, positions, position_sum, items = _to_device(
+        tokens, slots, positions, items = _to_device(
             (
                 [row.first_token for row in singles],
                 [row.slot for row in singles],
                 [row.start for row in singles],
-                [sum(row.start for row in singles)],
                 [number for item in work for number in item],
             ),
             page_table.device,
         )
-        splits, split = self._splits(max(1, len(singles))), None
-        if singles and splits.num_splits > 1:
-            split = SplitPlan(splits, position_sum, self.make_scratch(len(singles), page_table.device))
         return TritonMetadata(
             page_table=page_table,
             page_size=page_size,
-            decode=DecodeRows(tokens, slots, positions, split) if singles else None,
+            decode=self._cut(slots, positions, tokens) if singles else None,
             work=items.view(-1, WORK_COLUMNS) if work else None,
             gathered=gathered,
         )
 
-    def plan_decode(
-        self, slots: Tensor, positions: Tensor, page_table: Tensor, page_size: int, scratch: DecodeScratch
-    ) -> TritonMetadata:
-        """Metadata of a step of decode rows only, over tensors whose contents may change from replay to replay.
+    def plan_decode(self, slots: Tensor, positions: Tensor, page_table: Tensor, page_size: int) -> TritonMetadata:
+        """See `GraphAttention.plan_decode`. Rows read fastest when long contexts come first."""
+        return TritonMetadata(page_table, page_size, self._cut(slots, positions), None, ())
 
-        It is part of what is captured: how long the rows are together is computed on the device. An outdated sum costs
-        time only.
+    def prepares(self, metadata: TritonMetadata) -> bool:
+        """See `FusedAttention.prepares`: where all rows are of one query each."""
+        return metadata.work is None and not metadata.gathered
 
-        Args:
-            slots, positions: [rows] int32; row i is token i. Rows read fastest when long contexts come first.
-            scratch: of `make_scratch`; steps that share it run one after the other.
-        """
-        rows = slots.shape[0]
-        splits, split = self._splits(rows), None
-        if splits.num_splits > 1:
-            total = positions if rows == 1 else positions.sum(0, keepdim=True, dtype=torch.int32)
-            split = SplitPlan(splits, total, scratch)
-        return TritonMetadata(page_table, page_size, DecodeRows(None, slots, positions, split), None, ())
+    def prepare_and_run(
+        self,
+        qkv: Tensor,
+        rotation: Rotation,
+        norms: HeadNorms | None,
+        kv: KVCache,
+        layer: int,
+        metadata: TritonMetadata,
+    ) -> Tensor:
+        """See `FusedAttention.prepare_and_run`."""
+        out = qkv.new_empty((qkv.shape[0], self._num_heads, self._head_dim))
+        self._decode(qkv, kv.keys[layer], kv.values[layer], metadata, out, rotation, norms)
+        return out
 
     def run(self, query: Tensor, kv: KVCache, layer: int, metadata: TritonMetadata) -> Tensor:
         """See `AttentionBackend.run`."""
@@ -154,15 +133,29 @@ class TritonAttention:
         if metadata.work is not None:
             prefill_attention(query, keys, values, table, metadata.work, out, page_size=page_size, scale=self._scale)
         if metadata.decode is not None:
-            rows = metadata.decode
-            decode_attention(
-                query, keys, values, table, rows.slots, rows.positions, out, rows.split, page_size=page_size,
-                scale=self._scale, tokens=rows.tokens, pdl=self._pdl,
-            )  # fmt: skip
+            self._decode(query, keys, values, metadata, out)
         return out
 
-    def _splits(self, rows: int) -> Splits:
-        return choose_splits(rows, self._num_kv_heads, self._num_sms)
+    def _decode(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        metadata: TritonMetadata,
+        out: Tensor,
+        rotation: Rotation | None = None,
+        norms: HeadNorms | None = None,
+    ) -> None:
+        assert metadata.decode is not None
+        decode_attention(
+            query, keys, values, metadata.page_table, metadata.decode, out, page_size=metadata.page_size,
+            scale=self._scale, rotation=rotation, norms=norms, pdl=self._pdl,
+        )  # fmt: skip
+
+    def _cut(self, slots: Tensor, positions: Tensor, tokens: Tensor | None = None) -> DecodePlan:
+        rows, kv_heads, dim = slots.shape[0], self._num_kv_heads, self._head_dim
+        settings = decode_settings(rows, kv_heads, dim, self._element_size, self._num_sms)
+        return plan_decode(slots, positions, settings, self._num_heads, kv_heads, dim, tokens)
 
 
 def _to_device(lists: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:

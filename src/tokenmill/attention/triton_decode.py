@@ -1,6 +1,6 @@
-"""Paged attention of one query a row, in Triton: the context split over programs, K/V loads shared by grouped heads.
+"""Paged attention of one query a row, in Triton: contexts cut into pieces, K/V loads shared by grouped heads.
 
-Splits with partial softmax sums follow flash decoding (Dao et al. 2023); sums run in base 2.
+Pieces with partial softmax sums follow flash decoding (Dao et al. 2023); sums run in base 2.
 """
 
 from __future__ import annotations
@@ -12,141 +12,75 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tokenmill.ops.api import HeadNorms, Rotation
+from tokenmill.ops.triton.launch import pdl_options
+from tokenmill.ops.triton.qkv import prepared, rotation_of
+from tokenmill.ops.triton.rows import is_last_program
+
 LOG2_E = 1.4426950408889634
-MANY_ROWS = 128  # from here on, large blocks read faster
-MAX_SPLITS = 32
-MAX_JOINED = 4  # pieces that the last of a row's programs joins itself; more are faster joined in parallel
 BLOCK_BYTES = 16384  # of one K block of the small setting
+PLANNED_ROWS = 512  # that one kernel serves without being compiled anew
+JOINED_NUMBERS = 32  # a thread, of pieces that are joined at once
+
+# The columns of a piece, [pieces, COLUMNS] int32.
+COLUMNS = tl.constexpr(8)
+TOKEN = tl.constexpr(0)  # where its row stands in query and output
+SLOT = tl.constexpr(1)
+POSITION = tl.constexpr(2)  # of the query
+START = tl.constexpr(3)  # its positions are START .. STOP - 1
+STOP = tl.constexpr(4)
+FIRST = tl.constexpr(5)  # its row's first piece
+COUNT = tl.constexpr(6)  # its row's pieces; 0: there is no such piece
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeScratch:
-    """Partial results of the pieces. One launch at a time may use it: launches that share it share a stream."""
+class DecodeSettings:
+    """How a kernel is compiled, and into how many pieces contexts are cut.
 
-    partials: Tensor  # [rows * heads * splits * head_dim] float32
-    log_sums: Tensor  # [rows * heads * splits] float32, log2 of the softmax sums
-    counters: Tensor  # [rows * kv_heads] int32, pieces done; 0 between launches
-
-
-@dataclass(frozen=True, slots=True)
-class Splits:
-    """Into how many pieces contexts are cut: fixed numbers, of which each row uses what its own length deserves.
-
-    A row's share of `num_pieces`, rounded to the nearest, is its share of all rows' context.
+    A row's share of the pieces, rounded to the nearest, is its share of all rows' context.
     """
 
-    num_splits: int  # of one row, at most: programs a row and head
-    num_pieces: int  # of all rows together, about
+    block_n: int  # positions at a time
+    num_warps: int
+    num_stages: int
+    is_early: bool  # request the first block of K and V before the kernel before has ended
+    even_pieces: int  # of all rows together, about, where none is over 5/4 of the mean
+    ragged_pieces: int  # where one is
+    max_pieces: int  # of one row
+    least_piece: int  # positions
+
+    def capacity(self, rows: int) -> int:
+        """Pieces of so many rows, at most."""
+        return min(rows * self.max_pieces, rows + max(self.even_pieces, self.ragged_pieces))
 
 
 @dataclass(frozen=True, slots=True)
-class SplitPlan:
-    """What cut rows need beside their numbers."""
+class DecodePlan:
+    """The pieces of a step's rows, and room for their results. One launch at a time may use it."""
 
-    splits: Splits
-    position_sum: Tensor  # [1] int32, of the rows' positions
-    scratch: DecodeScratch
-
-
-def make_scratch(
-    max_rows: int, heads: int, kv_heads: int, head_dim: int, num_sms: int, device: torch.device
-) -> DecodeScratch:
-    """Room for what `choose_splits` says of any number of rows up to `max_rows`."""
-    chosen = [(rows, choose_splits(rows, kv_heads, num_sms).num_splits) for rows in range(1, max_rows + 1)]
-    cut = [(rows, count) for rows, count in chosen if count > 1]
-    size = heads * max((rows * count for rows, count in cut), default=0)
-    return DecodeScratch(
-        torch.empty(size * head_dim, dtype=torch.float32, device=device),
-        torch.empty(size, dtype=torch.float32, device=device),
-        torch.zeros(kv_heads * max((rows for rows, _ in cut), default=0), dtype=torch.int32, device=device),
-    )
+    settings: DecodeSettings
+    pieces: Tensor  # [capacity, COLUMNS] int32
+    counters: Tensor  # [capacity, kv_heads] int32, pieces of a row that are done, at its first; 0 between launches
+    partials: Tensor  # [capacity, heads, head_dim] float32
+    log_sums: Tensor  # [capacity, heads] float32, log2 of the softmax sums
 
 
-def choose_splits(rows: int, kv_heads: int, num_sms: int) -> Splits:
-    """How to cut contexts, by the number of rows alone.
+def decode_settings(rows: int, kv_heads: int, head_dim: int, element_size: int, num_sms: int) -> DecodeSettings:
+    """By the number of rows, as measured on an H200 for 128 dimensions of bfloat16.
 
-    Few rows of one length make four programs a multiprocessor together, one row of them up to eight. From where rows
-    and heads alone make nearly three, rows over 4/3 of the mean are cut, so that the longest does not set the time;
-    rows of one length, up to a fifth of them padding, stay whole. Over eight, the short rows behind the long ones keep
-    the device busy.
+    Few rows are cut so that all multiprocessors have work. From where rows and heads alone do that, rows of one length,
+    up to a fifth of them padding, stay whole, and long ones among short ones are cut, so that the longest does not
+    set the time. Many rows stay whole: the short ones behind the long ones keep the device busy.
     """
     programs = rows * kv_heads
-    if programs > 8 * num_sms:
-        return Splits(1, rows)
-    num_splits = max(2, min(MAX_SPLITS, 8 * num_sms // programs))
-    return Splits(num_splits, max(rows + rows // 8, 4 * num_sms // kv_heads))
-
-
-def decode_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    page_table: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    out: Tensor,
-    plan: SplitPlan | None,
-    *,
-    page_size: int,
-    scale: float,
-    tokens: Tensor | None = None,
-    pdl: bool = False,
-) -> None:
-    """Row i attends to positions 0 .. positions[i] of its slot. Safe to capture: contexts are read on the device.
-
-    Args:
-        query: [tokens, heads, head_dim]; the last two dimensions are dense.
-        keys, values: [kv_slots, kv_heads, head_dim] of one layer; the last two dimensions are dense.
-        page_table: [slots, pages] int32 or int64.
-        slots, positions: [rows] int32.
-        out: like query; only the rows' tokens are written.
-        plan: how rows are cut, each evenly in whole blocks; None: not at all.
-        tokens: [rows] int32, where each row stands in query and out; None: row i is token i.
-        pdl: launch while the kernel before still runs, and wait for it on the device (needs compute capability 9).
-    """
-    rows, heads, head_dim, kv_heads = slots.shape[0], query.shape[1], query.shape[2], keys.shape[1]
-    if rows == 0:
-        return
-    num_splits = 1 if plan is None else plan.splits.num_splits
-    num_pieces = 1 if plan is None else plan.splits.num_pieces
-    partials = log_sums = counters = position_sum = out  # never touched unless split
-    if plan is not None and num_splits > 1:
-        scratch, position_sum = plan.scratch, plan.position_sum
-        partials, log_sums, counters = scratch.partials, scratch.log_sums, scratch.counters
-        if log_sums.numel() < rows * heads * num_splits or counters.numel() < rows * kv_heads:
-            raise ValueError(f"decode attention of {rows} rows in {num_splits} splits needs a larger scratch")
-    is_joined = num_splits <= MAX_JOINED
-    block_n, num_warps, num_stages = decode_settings(rows, head_dim, query.element_size())
-    launch = {"launch_pdl": True} if pdl else {}
-    shape = {
-        "HEAD_DIM": head_dim,
-        "BLOCK_N": block_n,
-        "BLOCK_D": padded_dim(head_dim),
-        "HAS_TOKENS": tokens is not None,
-        "PDL": pdl,
-    }
-    where = slots if tokens is None else tokens
-    # Splits vary slowest: programs with nothing to do come last, where they keep no other waiting.
-    _attend[(kv_heads, rows, num_splits)](
-        query, keys, values, page_table, slots, positions, where, out, partials, log_sums, counters, position_sum,
-        scale * LOG2_E, num_splits, num_pieces, page_table.stride(0), query.stride(0), keys.stride(0),
-        values.stride(0), out.stride(0),
-        GROUP=heads // kv_heads, BLOCK_G=max(16, triton.next_power_of_2(heads // kv_heads)), PAGE_SIZE=page_size,
-        IS_SPLIT=num_splits > 1, IS_JOINED=is_joined, num_warps=num_warps, num_stages=num_stages, **shape, **launch,
-    )  # fmt: skip
-    if not is_joined:
-        _combine[(heads, rows)](
-            partials, log_sums, positions, position_sum, where, out, num_splits, num_pieces, out.stride(0),
-            BLOCK_S=triton.next_power_of_2(num_splits), num_warps=4, **shape, **launch,
-        )  # fmt: skip
-
-
-def decode_settings(rows: int, head_dim: int, element_size: int) -> tuple[int, int, int]:
-    """(positions a block, warps, pipeline stages), as measured on an H200 for 128 dimensions of bfloat16."""
-    most = max(16, BLOCK_BYTES // (padded_dim(head_dim) * element_size))
-    if rows >= MANY_ROWS:
-        return min(128, 2 * most), 4, 3
-    return min(64, most), 2 if element_size == 2 else 4, 3
+    block_n = max(16, BLOCK_BYTES // (padded_dim(head_dim) * element_size))
+    small, num_warps = min(64, block_n), 2 if element_size == 2 else 4
+    if programs > 7 * num_sms:
+        return DecodeSettings(min(128, 2 * block_n), 4, 3, False, 0, 0, 1, 0)
+    if programs > 2 * num_sms:
+        return DecodeSettings(small, num_warps, 3, False, rows + rows // 8, 2 * rows, 8, 0)
+    count = -(-4 * num_sms // kv_heads)
+    return DecodeSettings(small, 4, 5, True, count, count, 32, 128)
 
 
 def padded_dim(head_dim: int) -> int:
@@ -154,134 +88,289 @@ def padded_dim(head_dim: int) -> int:
     return max(16, int(triton.next_power_of_2(head_dim)))
 
 
-@triton.jit
-def _piece_length(context, position_sum, rows, num_splits, num_pieces, BLOCK_N: tl.constexpr):
-    """Positions a piece of a row; over the context's if the row stays whole."""
-    total = tl.load(position_sum) + rows
-    share = (2 * num_pieces * context + total) // (2 * total)  # rounded to the nearest
-    count = tl.minimum(tl.maximum(share, 1), num_splits)
-    return tl.cdiv(tl.cdiv(context, count), BLOCK_N) * BLOCK_N
+def plan_decode(
+    slots: Tensor,
+    positions: Tensor,
+    settings: DecodeSettings,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    tokens: Tensor | None = None,
+) -> DecodePlan:
+    """Cut rows into pieces on the device. Longest contexts first read fastest.
+
+    Args:
+        slots, positions: [rows] int32; row i attends to positions 0 .. positions[i] of its slot.
+        settings: of `decode_settings`.
+        heads, kv_heads, head_dim: of the queries and of K and V.
+        tokens: [rows] int32, where each row stands in query and output; None: row i is token i.
+    """
+    rows, device = slots.shape[0], slots.device
+    capacity = settings.capacity(rows)
+    plan = DecodePlan(
+        settings,
+        torch.empty((capacity, COLUMNS.value), dtype=torch.int32, device=device),
+        torch.empty((capacity, kv_heads), dtype=torch.int32, device=device),
+        torch.empty((capacity, heads, head_dim), dtype=torch.float32, device=device),
+        torch.empty((capacity, heads), dtype=torch.float32, device=device),
+    )
+    _cut[(1,)](
+        positions, slots, slots if tokens is None else tokens, plan.pieces, plan.counters, rows, capacity,
+        plan.counters.numel(), settings.even_pieces, settings.ragged_pieces, settings.max_pieces, settings.least_piece,
+        HAS_TOKENS=tokens is not None, BLOCK_N=settings.block_n,
+        BLOCK_ROWS=max(PLANNED_ROWS, triton.next_power_of_2(rows)),
+    )  # fmt: skip
+    return plan
 
 
-@triton.jit(do_not_specialize=["num_splits", "num_pieces", "table_stride"])
+def decode_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    page_table: Tensor,
+    plan: DecodePlan,
+    out: Tensor,
+    *,
+    page_size: int,
+    scale: float,
+    rotation: Rotation | None = None,
+    norms: HeadNorms | None = None,
+    pdl: bool = False,
+) -> None:
+    """Attention of the plan's rows. Safe to capture: contexts are read on the device.
+
+    With `rotation`, `Ops.prepare_qkv` is part of it. Results differ from the two in a row by the rounding of one term
+    of each sum; what is stored is the same.
+
+    Args:
+        query: [tokens, heads, head_dim], or with `rotation` [tokens, heads + 2 * kv_heads, head_dim]: queries, keys and
+            values as the product leaves them. The last two dimensions are dense.
+        keys, values: [kv_slots, kv_heads, head_dim] of one layer; the last two dimensions are dense. Written with
+            `rotation`.
+        page_table: [slots, pages] int32 or int64.
+        plan: of `plan_decode`.
+        out: [tokens, heads, head_dim]; only the rows' tokens are written.
+        page_size: tokens a page.
+        scale: multiplies the scores.
+        rotation: the tokens' angles, or None: queries are prepared, and the rows' K and V are stored.
+        norms: weights of the normalisation of heads, or None.
+        pdl: see `ops.triton.launch`. With `rotation`, plan, page table, angles and all K and V but the rows' own must
+            not be written by a kernel since the last ordinary launch.
+    """
+    head_dim, kv_heads, group = query.shape[2], keys.shape[1], out.shape[1] // keys.shape[1]
+    settings = plan.settings
+    block_d, block_heads = padded_dim(head_dim), max(2, triton.next_power_of_2(group))
+    joined = JOINED_NUMBERS * 32 * settings.num_warps // (block_heads * block_d)
+    cos, sin = (query, query) if rotation is None else (rotation.cos, rotation.sin)
+    _attend[(kv_heads, plan.pieces.shape[0])](
+        query, keys, values, page_table, plan.pieces, out, plan.partials, plan.log_sums, plan.counters, cos, sin,
+        query if norms is None else norms.query, query if norms is None else norms.key,
+        0.0 if norms is None else norms.eps, scale * LOG2_E,
+        page_table.stride(0), query.stride(0), keys.stride(0), values.stride(0), out.stride(0),
+        GROUP=group, BLOCK_G=max(16, block_heads), BLOCK_HEADS=block_heads, HEAD_DIM=head_dim, BLOCK_D=block_d,
+        BLOCK_N=settings.block_n, PAGE_SIZE=page_size, JOINED=min(max(joined, 2), 16),
+        ROTARY_DIM=0 if rotation is None else cos.shape[-1], HAS_NORM=norms is not None,
+        IS_EARLY=settings.is_early and rotation is not None, PDL=pdl,
+        num_warps=settings.num_warps, num_stages=settings.num_stages, **pdl_options(pdl),
+    )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["rows", "capacity", "num_counters", "even_pieces", "ragged_pieces", "max_pieces", "least_piece"],
+    do_not_specialize_on_alignment=["positions", "slots", "tokens"],
+)
+def _cut(
+    positions, slots, tokens, pieces, counters, rows, capacity, num_counters, even_pieces, ragged_pieces, max_pieces,
+    least_piece, HAS_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.arange(0, BLOCK_ROWS)
+    is_row = row < rows
+    position = tl.load(positions + row, mask=is_row, other=0)
+    slot = tl.load(slots + row, mask=is_row, other=0)
+    token = tl.load(tokens + row, mask=is_row, other=0) if HAS_TOKENS else row
+    context = tl.where(is_row, position + 1, 0).to(tl.int64)
+    total = tl.sum(context, 0)
+    wanted = tl.where(4 * rows * tl.max(context, 0) > 5 * total, ragged_pieces, even_pieces)
+    share = (2 * wanted * context + total) // (2 * total)  # rounded to the nearest
+    count = tl.minimum(tl.maximum(share, 1), max_pieces)
+    length = tl.maximum(tl.cdiv(tl.cdiv(context, count), BLOCK_N) * BLOCK_N, least_piece)
+    length = tl.maximum(length, 1)
+    count = tl.cdiv(context, length).to(tl.int32)
+    end = tl.cumsum(count, 0)
+    first = end - count
+    for number in range(tl.max(count, 0)):
+        piece = pieces + (first + number) * COLUMNS
+        is_piece = number < count
+        start = number * length
+        tl.store(piece + TOKEN, token, mask=is_piece)
+        tl.store(piece + SLOT, slot, mask=is_piece)
+        tl.store(piece + POSITION, position, mask=is_piece)
+        tl.store(piece + START, start.to(tl.int32), mask=is_piece)
+        tl.store(piece + STOP, tl.minimum(start + length, context).to(tl.int32), mask=is_piece)
+        tl.store(piece + FIRST, first, mask=is_piece)
+        tl.store(piece + COUNT, count, mask=is_piece)
+    for begin in range(tl.sum(count, 0), capacity, BLOCK_ROWS):
+        tl.store(pieces + (begin + row) * COLUMNS + COUNT, 0, mask=begin + row < capacity)
+    for begin in range(0, num_counters, BLOCK_ROWS):
+        tl.store(counters + begin + row, 0, mask=begin + row < num_counters)
+
+
+@triton.jit(do_not_specialize=["table_stride"])
 def _attend(
-    query, keys, values, page_table, slots, positions, tokens, out, partials, log_sums, counters, position_sum,
-    scale, num_splits, num_pieces, table_stride, query_stride, key_stride, value_stride, out_stride,
-    GROUP: tl.constexpr, BLOCK_G: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, HAS_TOKENS: tl.constexpr, IS_SPLIT: tl.constexpr, IS_JOINED: tl.constexpr,
-    PDL: tl.constexpr,
+    query, keys, values, page_table, pieces, out, partials, log_sums, counters, cos, sin, query_weight, key_weight,
+    eps, scale, table_stride, query_stride, key_stride, value_stride, out_stride,
+    GROUP: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr, JOINED: tl.constexpr,
+    ROTARY_DIM: tl.constexpr, HAS_NORM: tl.constexpr, IS_EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
-        # Everything read below may come from the kernel before, or from one that it has not waited for itself.
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    kv_head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    stop = tl.load(positions + row).to(tl.int32) + 1
-    start = 0
-    if IS_SPLIT:
-        length = _piece_length(stop, position_sum, tl.num_programs(1), num_splits, num_pieces, BLOCK_N)
-        pieces = tl.cdiv(stop, length)
-        start = split * length
-        stop = tl.minimum(start + length, stop)
-        if start >= stop:
-            return
-    token = row.to(tl.int64)
-    if HAS_TOKENS:
-        token = tl.load(tokens + row).to(tl.int64)
-    table = page_table + tl.load(slots + row).to(tl.int64) * table_stride
+    if PDL and ROTARY_DIM == 0:
+        tl.extra.cuda.gdc_wait()  # the rows' own K and V come from the kernel before
+    kv_head, number = tl.program_id(0), tl.program_id(1)
+    piece = pieces + number * COLUMNS
+    count = tl.load(piece + COUNT)
+    if count == 0:
+        return
+    token, slot = tl.load(piece + TOKEN).to(tl.int64), tl.load(piece + SLOT).to(tl.int64)
+    position, start, stop = tl.load(piece + POSITION), tl.load(piece + START), tl.load(piece + STOP)
+    table = page_table + slot * table_stride
     group, dims = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     heads = kv_head * GROUP + group
-    has_dim = dims < HEAD_DIM
-    is_output = (group < GROUP)[:, None] & has_dim[None, :]
-    places = heads[:, None] * HEAD_DIM + dims[None, :]  # [group, dim]
-    q = tl.load(query + token * query_stride + places, mask=is_output, other=0.0)
+    column = dims[None, :]  # [1, dim]
+    is_column = column < HEAD_DIM
+    is_output = (group < GROUP)[:, None] & is_column  # [group, dim]
+    query += token * query_stride
     keys += kv_head * HEAD_DIM
     values += kv_head * HEAD_DIM
-    largest = tl.full([BLOCK_G], -1e30, tl.float32)  # finite: infinity minus infinity is no number
-    total = tl.zeros([BLOCK_G], tl.float32)
-    mixed = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    for first in range(start, stop, BLOCK_N):
-        place = first + tl.arange(0, BLOCK_N)
-        is_seen = place < stop  # what stands behind may never have been written, and pages may be missing
-        if PAGE_SIZE % BLOCK_N == 0:
-            page = tl.load(table + first // PAGE_SIZE).to(tl.int64)
-        else:
-            page = tl.load(table + place // PAGE_SIZE, mask=is_seen, other=0).to(tl.int64)
-        kv_slot = page * PAGE_SIZE + place % PAGE_SIZE  # [n]
-        key_places = (kv_slot * key_stride)[None, :] + dims[:, None]
-        k = tl.load(keys + key_places, mask=is_seen[None, :] & has_dim[:, None], other=0.0)  # [dim, n]
-        scores = tl.dot(q, k, input_precision="ieee") * scale  # [group, n]
-        scores = tl.where(is_seen[None, :], scores, float("-inf"))
-        new_largest = tl.maximum(largest, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_largest[:, None])
-        shrink = tl.exp2(largest - new_largest)
-        total = total * shrink + tl.sum(weights, 1)
-        value_places = (kv_slot * value_stride)[:, None] + dims[None, :]
-        v = tl.load(values + value_places, mask=is_seen[:, None] & has_dim[None, :], other=0.0)  # [n, dim]
-        mixed = tl.dot(weights.to(v.dtype), v, mixed * shrink[:, None], input_precision="ieee")
-        largest = new_largest
-    mixed = mixed / total[:, None]  # [group, dim]; at least one position was seen, so that total is at least 1
-    if IS_SPLIT:
-        if pieces > 1:
-            part = ((row * tl.num_programs(0) * GROUP + heads) * num_splits).to(tl.int64)  # [group], of the first piece
-            own = part + split
-            tl.store(partials + own[:, None] * HEAD_DIM + dims[None, :], mixed, mask=is_output)
-            tl.store(log_sums + own, largest + tl.log2(total), mask=group < GROUP)
-            if IS_JOINED:
-                counter = counters + row * tl.num_programs(0) + kv_head
-                tl.debug_barrier()  # all of the program's stores stand before its one atomic
-                if tl.atomic_add(counter, 1, sem="acq_rel") == pieces - 1:
-                    # The last of the row's programs leaves the counter as it was found.
-                    tl.store(counter, 0)
-                    mixed = _joined(partials, log_sums, part, pieces, group < GROUP, is_output, dims, HEAD_DIM)
-                    tl.store(out + token * out_stride + places, mixed.to(out.dtype.element_ty), mask=is_output)
-        else:
-            tl.store(out + token * out_stride + places, mixed.to(out.dtype.element_ty), mask=is_output)
+    if ROTARY_DIM > 0:
+        # The piece of the row's own token takes K and V of it from registers; no program reads them from the pool.
+        is_own = is_column & (stop > position)
+        stop = tl.minimum(stop, position)
+        own_slot = tl.load(table + position // PAGE_SIZE).to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
+        partner, own_factor, partner_factor = rotation_of(cos, sin, token, column, ROTARY_DIM)
+        own_weight, partner_weight, own_key_weight, partner_key_weight = 1.0, 1.0, 1.0, 1.0
+        if HAS_NORM:
+            own_weight = tl.load(query_weight + column, mask=is_column, other=0.0).to(tl.float32)
+            partner_weight = tl.load(query_weight + partner, mask=is_column, other=0.0).to(tl.float32)
+            own_key_weight = tl.load(key_weight + column, mask=is_column, other=0.0).to(tl.float32)
+            partner_key_weight = tl.load(key_weight + partner, mask=is_column, other=0.0).to(tl.float32)
+        if IS_EARLY:
+            k, v, is_seen = _load_block(
+                keys, values, table, start, stop, key_stride, value_stride, dims, HEAD_DIM, BLOCK_N, PAGE_SIZE
+            )
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        at = query + heads[:, None] * HEAD_DIM
+        raw = tl.load(at + column, mask=is_output, other=0.0)  # [group, dim]
+        other = tl.load(at + partner, mask=is_output, other=0.0)
+        at = query + (tl.num_programs(0) * GROUP + kv_head) * HEAD_DIM
+        raw_key = tl.load(at + column, mask=is_own, other=0.0)  # [1, dim]
+        other_key = tl.load(at + partner, mask=is_own, other=0.0)
+        own_v = tl.load(at + tl.num_programs(0) * HEAD_DIM + column, mask=is_own, other=0.0)  # [1, dim]
+        q = prepared(raw, other, own_factor, partner_factor, own_weight, partner_weight, eps, HEAD_DIM, HAS_NORM)
+        own_k = prepared(
+            raw_key, other_key, own_factor, partner_factor, own_key_weight, partner_key_weight, eps, HEAD_DIM, HAS_NORM
+        )
+        q, own_k = q.to(raw.dtype), own_k.to(raw.dtype)
+        # Padding rows share a slot, whose page nobody reads.
+        tl.store(keys + own_slot * key_stride + column, own_k, mask=is_own)
+        tl.store(values + own_slot * value_stride + column, own_v, mask=is_own)
+        has_own = tl.max(is_own.to(tl.int32), 1)  # [1]
+        score = tl.sum(q.to(tl.float32) * own_k.to(tl.float32), 1) * scale
+        largest = tl.where(has_own > 0, score, -1e30)  # [group]
+        total = has_own + tl.zeros([BLOCK_G], tl.float32)
+        mixed = own_v + tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+        if IS_EARLY:
+            mixed, largest, total = _attend_block(mixed, largest, total, q, k, v, is_seen, scale)
+            start += BLOCK_N
     else:
-        tl.store(out + token * out_stride + places, mixed.to(out.dtype.element_ty), mask=is_output)
+        q = tl.load(query + heads[:, None] * HEAD_DIM + column, mask=is_output, other=0.0)
+        largest = tl.full([BLOCK_G], -1e30, tl.float32)  # finite: infinity minus infinity is no number
+        total = tl.zeros([BLOCK_G], tl.float32)
+        mixed = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    for begin in range(start, stop, BLOCK_N):
+        k, v, is_seen = _load_block(
+            keys, values, table, begin, stop, key_stride, value_stride, dims, HEAD_DIM, BLOCK_N, PAGE_SIZE
+        )
+        mixed, largest, total = _attend_block(mixed, largest, total, q, k, v, is_seen, scale)
+    mixed = mixed / total[:, None]  # [group, dim]; at least one position was seen, so that total is at least 1
+    out += token * out_stride
+    if count == 1:
+        tl.store(out + heads[:, None] * HEAD_DIM + column, mixed.to(out.dtype.element_ty), mask=is_output)
+    else:
+        num_heads, first = tl.num_programs(0) * GROUP, tl.load(piece + FIRST)
+        part = number * num_heads + heads  # [group]
+        tl.store(partials + part[:, None] * HEAD_DIM + column, mixed, mask=is_output)
+        tl.store(log_sums + part, largest + tl.log2(total), mask=group < GROUP)
+        if is_last_program(counters + first * tl.num_programs(0) + kv_head, count):
+            _join(
+                partials, log_sums, out, first, count, kv_head * GROUP, num_heads, GROUP, BLOCK_HEADS, HEAD_DIM,
+                BLOCK_D, JOINED,
+            )  # fmt: skip
 
 
 @triton.jit
-def _joined(partials, log_sums, part, pieces, is_head, is_output, dims, HEAD_DIM: tl.constexpr):
-    """The pieces' results [group, dim] as one, added in one order whichever program comes last."""
-    largest = tl.load(log_sums + part, mask=is_head, other=0.0, cache_modifier=".cg")  # [group]
-    for piece in range(1, pieces):
-        largest = tl.maximum(largest, tl.load(log_sums + part + piece, mask=is_head, other=0.0, cache_modifier=".cg"))
-    weights = tl.zeros_like(largest)
-    mixed = tl.zeros_like(is_output.to(tl.float32))
-    for piece in range(pieces):
-        own = part + piece
-        weight = tl.exp2(tl.load(log_sums + own, mask=is_head, other=0.0, cache_modifier=".cg") - largest)
-        pointers = partials + own[:, None] * HEAD_DIM + dims[None, :]
-        mixed += weight[:, None] * tl.load(pointers, mask=is_output, other=0.0, cache_modifier=".cg")
-        weights += weight
-    return mixed / weights[:, None]
-
-
-@triton.jit(do_not_specialize=["num_splits", "num_pieces"])
-def _combine(
-    partials, log_sums, positions, position_sum, tokens, out, num_splits, num_pieces, out_stride,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
-    HAS_TOKENS: tl.constexpr, PDL: tl.constexpr,
+def _load_block(
+    keys, values, table, begin, stop, key_stride, value_stride, dims,
+    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    head, row = tl.program_id(0), tl.program_id(1)
-    context = tl.load(positions + row).to(tl.int32) + 1
-    # Splits behind the last piece left nothing: their part of the scratch is of an earlier launch.
-    pieces = tl.cdiv(context, _piece_length(context, position_sum, tl.num_programs(1), num_splits, num_pieces, BLOCK_N))
-    if pieces == 1:
-        return
-    token = row.to(tl.int64)
-    if HAS_TOKENS:
-        token = tl.load(tokens + row).to(tl.int64)
-    splits, dims = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
-    part = (row * tl.num_programs(0) + head).to(tl.int64) * num_splits + splits  # [split]
-    sums = tl.load(log_sums + part, mask=splits < pieces, other=float("-inf"))
-    weights = tl.exp2(sums - tl.max(sums, 0))
-    is_part = (splits < pieces)[:, None] & (dims < HEAD_DIM)[None, :]
-    parts = tl.load(partials + part[:, None] * HEAD_DIM + dims[None, :], mask=is_part, other=0.0)  # [split, dim]
-    mixed = tl.sum(parts * weights[:, None], 0) / tl.sum(weights, 0)
-    places = token * out_stride + head * HEAD_DIM + dims
-    tl.store(out + places, mixed.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
+    """K [dim, n] and V [n, dim] of positions from `begin` on, and which of them stand before `stop`, [n]."""
+    place = begin + tl.arange(0, BLOCK_N)
+    is_seen = place < stop  # what stands behind may never have been written, and pages may be missing
+    has_dim = dims < HEAD_DIM
+    if PAGE_SIZE % BLOCK_N == 0:
+        page = tl.load(table + begin // PAGE_SIZE).to(tl.int64)
+    else:
+        page = tl.load(table + place // PAGE_SIZE, mask=is_seen, other=0).to(tl.int64)
+    kv_slot = page * PAGE_SIZE + place % PAGE_SIZE  # [n]
+    key_places = (kv_slot * key_stride)[None, :] + dims[:, None]
+    value_places = (kv_slot * value_stride)[:, None] + dims[None, :]
+    k = tl.load(keys + key_places, mask=is_seen[None, :] & has_dim[:, None], other=0.0)
+    v = tl.load(values + value_places, mask=is_seen[:, None] & has_dim[None, :], other=0.0)
+    return k, v, is_seen
+
+
+@triton.jit
+def _attend_block(mixed, largest, total, q, k, v, is_seen, scale):
+    """One step of the running softmax."""
+    scores = tl.dot(q, k, input_precision="ieee") * scale  # [group, n]
+    scores = tl.where(is_seen[None, :], scores, float("-inf"))
+    new_largest = tl.maximum(largest, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_largest[:, None])
+    shrink = tl.exp2(largest - new_largest)
+    total = total * shrink + tl.sum(weights, 1)
+    mixed = tl.dot(weights.to(v.dtype), v, mixed * shrink[:, None], input_precision="ieee")
+    return mixed, new_largest, total
+
+
+@triton.jit
+def _join(
+    partials, log_sums, out, first, count, first_head, num_heads,
+    GROUP: tl.constexpr, BLOCK_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    JOINED: tl.constexpr,
+):  # fmt: skip
+    """Add up a row's pieces, in one order whichever program comes last."""
+    heads, dims = tl.arange(0, BLOCK_HEADS), tl.arange(0, BLOCK_D)
+    is_output = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    largest = tl.full([BLOCK_HEADS], -1e30, tl.float32)
+    total = tl.zeros([BLOCK_HEADS], tl.float32)
+    mixed = tl.zeros([BLOCK_HEADS, BLOCK_D], tl.float32)
+    for begin in tl.range(0, count, JOINED, num_stages=1):
+        number = begin + tl.arange(0, JOINED)
+        is_piece = number < count
+        part = (first + number)[:, None] * num_heads + first_head + heads[None, :]  # [piece, head]
+        is_part = is_piece[:, None] & (heads < GROUP)[None, :]
+        sums = tl.load(log_sums + part, mask=is_part, other=0.0, cache_modifier=".cg")
+        places = part[:, :, None] * HEAD_DIM + dims[None, None, :]
+        is_mixed = is_piece[:, None, None] & is_output[None, :, :]
+        parts = tl.load(partials + places, mask=is_mixed, other=0.0, cache_modifier=".cg")  # [piece, head, dim]
+        sums = tl.where(is_piece[:, None], sums, float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(sums, 0))
+        weights = tl.exp2(sums - new_largest[None, :])
+        shrink = tl.exp2(largest - new_largest)
+        total = total * shrink + tl.sum(weights, 0)
+        mixed = mixed * shrink[:, None] + tl.sum(parts * weights[:, :, None], 0)
+        largest = new_largest
+    places = (first_head + heads)[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(out + places, (mixed / total[:, None]).to(out.dtype.element_ty), mask=is_output)

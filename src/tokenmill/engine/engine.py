@@ -147,12 +147,11 @@ class ModelEngine:
         assert isinstance(self._attention, GraphAttention)
         state, config = self._state, self.config
         backend = self._attention
-        scratch = backend.make_scratch(config.graph_max_batch + 8, self._device.torch_device)
 
         def body(columns: Tensor, updates: Tensor, draw: Draw) -> Tensor:
             input_ids, kv_slots = stage.stage_tokens(columns, updates, state, self._ops)
             _, positions, slots = columns
-            metadata = backend.plan_decode(slots, positions, state.page_table, config.page_size, scratch)
+            metadata = backend.plan_decode(slots, positions, state.page_table, config.page_size)
             logits = self._model.forward(ForwardBatch(input_ids, positions, kv_slots, None, metadata), state.kv)
             if draw is Draw.LOGITS:
                 return logits

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tokenmill.attention.base import KVCache
+from tokenmill.attention.base import FusedAttention, KVCache
 from tokenmill.layers.batch import ForwardBatch
 from tokenmill.layers.build import Build, Source, Sources
 from tokenmill.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -37,6 +37,7 @@ class Attention:
         kv_part = (spec.num_kv_heads * dim, kv_heads.scaled(dim))
         parts = ((spec.num_heads * dim, heads.scaled(dim)), kv_part, kv_part)
         self._layer, self._ops, self._backend = layer, build.ops, build.attention
+        self._fused = build.attention if isinstance(build.attention, FusedAttention) else None
         self._num_heads, self._num_kv_heads, self._head_dim = heads.size, kv_heads.size, dim
         self._norms: HeadNorms | None = None
         if spec.qk_norm:
@@ -50,9 +51,12 @@ class Attention:
         """X + the output for normalised x, both [tokens, hidden]; writes the tokens' K and V to `kv`."""
         heads, kv_heads, layer = self._num_heads, self._num_kv_heads, self._layer
         qkv = self._qkv(x, norm).view(-1, heads + 2 * kv_heads, self._head_dim)
-        keys, values = kv.keys[layer], kv.values[layer]
-        query = self._ops.prepare_qkv(qkv, rotation, self._norms, keys, values, batch.kv_slots)
-        mixed = self._backend.run(query, kv, layer, batch.attention)  # [tokens, heads, head_dim]
+        if self._fused is not None and self._fused.prepares(batch.attention):
+            mixed = self._fused.prepare_and_run(qkv, rotation, self._norms, kv, layer, batch.attention)
+        else:
+            keys, values = kv.keys[layer], kv.values[layer]
+            query = self._ops.prepare_qkv(qkv, rotation, self._norms, keys, values, batch.kv_slots)
+            mixed = self._backend.run(query, kv, layer, batch.attention)  # [tokens, heads, head_dim]
         return self._output(mixed.reshape(-1, heads * self._head_dim), x)
 
     def sources(self, names: AttentionNames) -> Sources:

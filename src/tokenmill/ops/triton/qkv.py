@@ -38,29 +38,24 @@ def _prepare_qkv_kernel(
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]  # [BLOCK_HEADS, 1]
     column = tl.arange(0, BLOCK_DIM)[None, :]  # [1, BLOCK_DIM]
-    half: tl.constexpr = ROTARY_DIM // 2
-    is_rotated = column < ROTARY_DIM
-    partner = tl.where(column < half, column + half, tl.where(is_rotated, column - half, column))
     is_column = column < HEAD_DIM
     is_query, is_key = head < HEADS, (head >= HEADS) & (head < HEADS + KV_HEADS)
     is_value = (head >= HEADS + KV_HEADS) & (head < HEADS + 2 * KV_HEADS)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     slot = tl.load(kv_slots + token).to(tl.int64)
-    own_factor = tl.load(cos + token * ROTARY_DIM + column, mask=is_rotated, other=1.0)  # [1, BLOCK_DIM]
-    partner_factor = tl.load(sin + token * ROTARY_DIM + column, mask=is_rotated, other=0.0)
+    partner, own_factor, partner_factor = rotation_of(cos, sin, token, column, ROTARY_DIM)
+    own_weight, partner_weight = 1.0, 1.0
+    if HAS_NORM:
+        own_weight = _head_weight(query_weight, key_weight, column, is_query, is_column)
+        partner_weight = _head_weight(query_weight, key_weight, partner, is_query, is_column)
     if PDL:
         tl.extra.cuda.gdc_wait()
     start = qkv + (token * (HEADS + 2 * KV_HEADS) + head) * HEAD_DIM
     is_loaded = is_column & (head < HEADS + 2 * KV_HEADS)
     raw = tl.load(start + column, mask=is_loaded, other=0.0)  # [BLOCK_HEADS, BLOCK_DIM]
-    value = raw.to(tl.float32)
-    other = tl.load(start + partner, mask=is_loaded, other=0.0).to(tl.float32)
-    if HAS_NORM:
-        scale = tl.rsqrt(tl.sum(value * value, 1, keep_dims=True) / HEAD_DIM + eps)
-        value *= scale * _head_weight(query_weight, key_weight, column, is_query, is_column)
-        other *= scale * _head_weight(query_weight, key_weight, partner, is_query, is_column)
-    turned = value * own_factor + other * partner_factor
+    other = tl.load(start + partner, mask=is_loaded, other=0.0)
+    turned = prepared(raw, other, own_factor, partner_factor, own_weight, partner_weight, eps, HEAD_DIM, HAS_NORM)
     query_at = query_out + (token * HEADS + head) * HEAD_DIM + column
     tl.store(query_at, turned.to(query_out.dtype.element_ty), mask=is_query & is_column)
     # Two tokens of a step never have one slot, except padding rows, whose page nobody reads.
@@ -69,6 +64,38 @@ def _prepare_qkv_kernel(
     tl.store(key_at, turned.to(keys.dtype.element_ty), mask=is_key & is_column)
     value_at = values + slot_at + (head - HEADS - KV_HEADS) * HEAD_DIM
     tl.store(value_at, raw.to(values.dtype.element_ty), mask=is_value & is_column)
+
+
+@triton.jit
+def rotation_of(cos, sin, token, column, ROTARY_DIM: tl.constexpr):
+    """The column that each column is turned with, and what both are multiplied by; all like column [1, dim]."""
+    half: tl.constexpr = ROTARY_DIM // 2
+    is_turned = column < ROTARY_DIM
+    partner = tl.where(column < half, column + half, tl.where(is_turned, column - half, column))
+    own_factor = tl.load(cos + token * ROTARY_DIM + column, mask=is_turned, other=1.0)
+    partner_factor = tl.load(sin + token * ROTARY_DIM + column, mask=is_turned, other=0.0)
+    return partner, own_factor, partner_factor
+
+
+@triton.jit
+def prepared(
+    raw,
+    other,
+    own_factor,
+    partner_factor,
+    own_weight,
+    partner_weight,
+    eps,
+    HEAD_DIM: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """Heads [heads, dim] normalised and turned, in float32; `other` are the columns that they are turned with."""
+    own, other = raw.to(tl.float32), other.to(tl.float32)
+    if HAS_NORM:
+        scale = tl.rsqrt(tl.sum(own * own, 1, keep_dims=True) / HEAD_DIM + eps)
+        own *= scale * own_weight
+        other *= scale * partner_weight
+    return own * own_factor + other * partner_factor
 
 
 @triton.jit
