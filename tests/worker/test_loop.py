@@ -33,7 +33,8 @@ class Harness:
         self.scheduler = Scheduler(self.config)
         self.inbox, self.out, self.server = MemoryChannel(), MemoryChannel(), MemoryChannel()
         core = Core(self.scheduler, self.inbox, self.out, self.server)
-        self.loop = make_loop(core, FakeEngine(self.config, VOCABULARY))
+        self.engine = FakeEngine(self.config, VOCABULARY)
+        self.loop = make_loop(core, self.engine)
         self.tokens: dict[int, list[int]] = {}
         self.finishes = {}
         self.opened: list[int] = []
@@ -196,6 +197,25 @@ def test_stop_ends_at_once_and_draining_finishes_first(loop):
     harness.send(0, [1, 2, 3])
     harness.inbox.send(Stop())
     assert not harness.turn()
+
+
+@loops
+def test_the_engine_prepares_itself_while_there_is_nothing_to_do_and_messages_are_looked_for_in_between(loop):
+    harness = Harness(loop=loop)
+    harness.engine.num_preparations = 3
+    timeouts = []
+    receive = harness.inbox.receive
+    harness.inbox.receive = lambda timeout=None: timeouts.append(timeout) or receive(timeout)
+    harness.turn()
+    assert (harness.engine.num_preparations, timeouts) == (2, [0])
+    harness.send(0, [1, 2, 3])
+    harness.finish()
+    assert harness.tokens[0] == continuation([1, 2, 3], 6)
+    assert harness.engine.num_preparations == 1  # the turn that took the request in, not those that computed it
+    harness.turn()
+    assert timeouts[-1] == 0
+    harness.turn()
+    assert timeouts[-1] is None
 
 
 def test_both_loops_and_two_ranks_plan_alike():

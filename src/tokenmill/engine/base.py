@@ -20,5 +20,8 @@ class Engine(Protocol):
     def launch(self, plan: StepPlan) -> StepHandle:
         """Start a step and return at once; at most two may be out."""
 
+    def prepare(self) -> bool:
+        """Use a moment without work for a short piece of what makes later steps faster. False: nothing is left."""
+
     def close(self) -> None:
         """Finish what was launched and free the device."""

@@ -8,10 +8,11 @@ import threading
 import time
 from array import array
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -150,6 +151,30 @@ class Device(Protocol):
         """Finish what is queued."""
 
 
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """Work that can be enqueued again without its host time. `output` is the same tensor in every replay."""
+
+    replay: Callable[[], None]
+    output: Tensor
+    num_bytes: int  # of device memory
+
+
+@runtime_checkable
+class GraphDevice(Device, Protocol):
+    """A device that can capture work."""
+
+    def stage(self, numbers: array[int]) -> Tensor:
+        """Int32 numbers in host memory that the device copies from by itself."""
+
+    def capture(self, work: Callable[[], Tensor]) -> Captured:
+        """Do `work` once, then record what it enqueues. Called from submitted work.
+
+        Raises:
+            torch.OutOfMemoryError: there is no memory for it; nothing is left of it.
+        """
+
+
 class CpuTask:
     """Work on its way through a CpuDevice."""
 
@@ -227,14 +252,14 @@ class CudaDevice:
     def __init__(self) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self.stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
-        self.num_multiprocessors = torch.cuda.get_device_properties(self.torch_device).multi_processor_count
+        self._graph_pool = torch.cuda.graph_pool_handle()
 
     def upload(self, numbers: array[int]) -> Tensor:
         """See `Device.upload`."""
         return self.stage(numbers).to(self.torch_device, non_blocking=True)
 
     def stage(self, numbers: array[int]) -> Tensor:
-        """Int32 numbers in pinned host memory."""
+        """See `GraphDevice.stage`."""
         if not numbers:
             return torch.empty(0, dtype=torch.int32)
         return torch.frombuffer(numbers, dtype=torch.int32).pin_memory()
@@ -249,13 +274,25 @@ class CudaDevice:
             event.record()
         return CudaTask(event, ids)
 
-    def synchronize(self) -> None:
-        """Wait for everything that was enqueued."""
+    def capture(self, work: Callable[[], Tensor]) -> Captured:
+        """See `GraphDevice.capture`. All graphs share one pool, so one replay must end before the next begins."""
+        work()  # loads kernels and makes library handles, which a capture must not
         self.stream.synchronize()
+        free = torch.cuda.mem_get_info()[0]
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._graph_pool, capture_error_mode="thread_local")
+        try:
+            output = work()
+        except BaseException:
+            with suppress(RuntimeError):  # of the capture that the error has broken
+                graph.capture_end()
+            raise
+        graph.capture_end()
+        return Captured(graph.replay, output, free - torch.cuda.mem_get_info()[0])
 
     def close(self) -> None:
         """Finish what is enqueued."""
-        self.synchronize()
+        self.stream.synchronize()
 
 
 def open_device(config: ResolvedConfig) -> CpuDevice | CudaDevice:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from tokenmill.attention.base import AttentionBackend, GraphAttention
 from tokenmill.config import ResolvedConfig
 from tokenmill.engine import stage
-from tokenmill.engine.device import CudaDevice, Device, Pending, Work
+from tokenmill.engine.device import Device, GraphDevice, Pending, Work
 from tokenmill.engine.graphs import DecodeGraphs, Draw, room
 from tokenmill.engine.kv_pool import DeviceState, allocate
 from tokenmill.layers.batch import ForwardBatch
@@ -80,11 +80,12 @@ class ModelEngine:
         """Finish what was launched."""
         self._device.close()
 
-    def warm_up(self) -> None:
-        """Capture all graphs."""
-        if self._graphs is not None:
-            graphs = self._graphs
-            self._device.submit(lambda: graphs.capture_all(Draw.PLAIN)).wait()
+    def prepare(self) -> bool:
+        """See `Engine.prepare`: captures a graph."""
+        if self._graphs is None or not self._graphs.has_missing():
+            return False
+        self._device.submit(self._graphs.capture_next).wait()
+        return True
 
     def _submit(self, plan: StepPlan, work: Work) -> Pending:
         return self._device.submit(work if self.tracer is None else self.tracer.watch(plan.step, work))
@@ -120,7 +121,7 @@ class ModelEngine:
             self._order = DecodeOrder(slots, order, sorted(range(len(rows)), key=order.__getitem__))
         return self._order
 
-    def _replay(self, plan: StepPlan, order: DecodeOrder) -> Tensor:
+    def _replay(self, plan: StepPlan, order: DecodeOrder) -> Tensor | None:
         assert self._graphs is not None
         rows = [plan.rows[index] for index in order.rows]
         slots = array("i", [row.slot for row in rows])
@@ -129,6 +130,8 @@ class ModelEngine:
         is_adjusted = self._table.needs_adjusting(slots)
         draw = Draw.LOGITS if is_adjusted else Draw.FILTERED if self._table.needs_filters(slots) else Draw.PLAIN
         graph = self._graphs.get(len(rows), draw)
+        if graph is None:
+            return self._run_eagerly(replace(plan, rows=tuple(rows), openings=()))
         updates = stage.page_triples(plan)
         if len(updates) > 3 * room(graph):
             stage.stage_tokens(self._device.upload(array("i")), self._device.upload(updates), self._state, self._ops)
@@ -143,7 +146,7 @@ class ModelEngine:
         return self._draw(output, on_device, positions, stage.Sampled.of(rows))
 
     def _make_graphs(self) -> DecodeGraphs:
-        assert isinstance(self._device, CudaDevice)
+        assert isinstance(self._device, GraphDevice)
         assert isinstance(self._attention, GraphAttention)
         state, config = self._state, self.config
         backend = self._attention

@@ -46,6 +46,7 @@ class FakeEngine:
     vocab_size: int = 256
     num_steps: int = 0
     num_computed: int = 0
+    num_preparations: int = 0  # left to be done
     _queue: deque[FakeHandle] = field(default_factory=deque)
     _pages: dict[int, list[int]] = field(default_factory=dict)
     _last: dict[int, int] = field(default_factory=dict)
@@ -72,6 +73,13 @@ class FakeEngine:
         self.num_steps += 1
         self.num_computed += sum(inputs)
         handle.result = StepResult(plan.step, tuple(drawn))
+
+    def prepare(self) -> bool:
+        """Count one preparation down."""
+        if self.num_preparations == 0:
+            return False
+        self.num_preparations -= 1
+        return True
 
     def close(self) -> None:
         """Compute what is queued."""

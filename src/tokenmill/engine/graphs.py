@@ -1,8 +1,14 @@
-"""CUDA graphs of decode steps: one for each batch size and way of drawing, replayed over the same buffers."""
+"""CUDA graphs of decode steps: one for each batch size and way of drawing, replayed over the same buffers.
+
+Steps never wait for all of them: one whose size has no graph takes a larger one, or runs eagerly. A graph is captured
+when a step asks for it, as long as captures take a small share of the time, and when there is nothing else to do.
+"""
 
 from __future__ import annotations
 
 import enum
+import logging
+import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,9 +16,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tokenmill.engine.device import CudaDevice
+from tokenmill.engine.device import Captured, GraphDevice
+from tokenmill.spec import ModelSpec
 
 SPARE_UPDATES = 64  # page updates beyond one a row that a graph has room for
+CAPTURE_SHARE = 0.15  # of the time, at most, that steps wait for captures
+DRIVER_BYTES = 3 << 20  # about what the driver keeps for a graph
+
+log = logging.getLogger(__name__)
 
 
 class Draw(enum.Enum):
@@ -25,47 +36,82 @@ class Draw(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class DecodeGraph:
-    """A captured step of `batch` rows. `numbers` and `output` are its input and output, the same in every replay."""
+    """A captured step of `batch` rows. `numbers` is its input, the same in every replay."""
 
-    graph: torch.cuda.CUDAGraph
+    captured: Captured  # gives [batch] int64, or [batch, vocab] in the model's type
     batch: int
     numbers: Tensor  # int32: [3, batch] token ids, positions, slots; then [batch + SPARE_UPDATES, 3] page updates
-    output: Tensor  # [batch] int64, or [batch, vocab] in the model's type
 
 
 Body = Callable[[Tensor, Tensor, Draw], Tensor]  # columns [3, batch], page updates [n, 3], how to draw; gives `output`
 
 
-def batch_sizes(most: int) -> list[int]:
-    """Batch sizes that are captured: 1, 2, 4, 8, then every 8."""
-    return [size for size in (1, 2, 4, *range(8, most + 8, 8)) if size <= most or size - most < 8] if most else []
+def batch_sizes(most: int, draw: Draw = Draw.PLAIN) -> list[int]:
+    """Batch sizes that are captured: 1, 2, 4, 8, then every 8; of logits, which are large, powers of two."""
+    sizes = [size for size in (1, 2, 4, *range(8, most + 8, 8)) if size <= most or size - most < 8] if most else []
+    return [size for size in sizes if draw is not Draw.LOGITS or size & (size - 1) == 0 or size == sizes[-1]]
+
+
+def graph_bytes(spec: ModelSpec, most: int, element_size: int) -> int:
+    """About the memory of all graphs: the largest step's tensors, which all share; logits; what the driver keeps."""
+    heads = spec.num_heads + 2 * spec.num_kv_heads
+    widths = 4 * spec.hidden_size + 2 * heads * spec.head_dim + 3 * spec.intermediate_size + spec.vocab_size
+    logits = sum(batch_sizes(most, Draw.LOGITS)) * spec.vocab_size
+    return (most * widths + logits) * element_size + sum(len(batch_sizes(most, draw)) for draw in Draw) * DRIVER_BYTES
 
 
 class DecodeGraphs:
     """Graphs by batch size. Rows that a step lacks are filled with the spare slot, updates with its page."""
 
-    def __init__(self, body: Body, most: int, device: CudaDevice, *, spare_slot: int, spare_page: int) -> None:
+    def __init__(
+        self,
+        body: Body,
+        most: int,
+        device: GraphDevice,
+        *,
+        spare_slot: int,
+        spare_page: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._body = body
-        self._sizes = batch_sizes(most)
-        self._most = most
         self._device = device
         self._spare_row = (0, 0, spare_slot)
         self._spare_update = array("i", [spare_slot, 0, spare_page])
-        self._graphs: dict[tuple[int, Draw], DecodeGraph] = {}
-        self._pool = torch.cuda.graph_pool_handle()
+        self._sizes = {draw: batch_sizes(most, draw) for draw in Draw}
+        self._graphs: dict[Draw, dict[int, DecodeGraph]] = {Draw.PLAIN: {}}  # of the ways of drawing asked for so far
+        self._asked = self._sizes[Draw.PLAIN][-1], Draw.PLAIN
+        self._has_room = True
+        self._clock, self._began = clock, clock()
+        self._waited = self._spent = 0.0  # seconds: steps for captures, and captures in all
+        self._num_bytes = 0
 
-    def get(self, rows: int, draw: Draw) -> DecodeGraph:
-        """The graph for so many rows, at most the greatest batch; captured now if it was not."""
-        size = next(size for size in self._sizes if size >= rows)
-        found = self._graphs.get((size, draw))
-        if found is None:
-            found = self._graphs[size, draw] = self._capture(size, draw)
-        return found
+    def get(self, rows: int, draw: Draw) -> DecodeGraph | None:
+        """A graph for at least so many rows, at most the greatest batch; captured now if that is due. None: not yet."""
+        graphs = self._graphs.setdefault(draw, {})
+        size = next(size for size in self._sizes[draw] if size >= rows)
+        if size in graphs:
+            return graphs[size]
+        self._asked = size, draw
+        if self._has_room and self._waited < CAPTURE_SHARE * (self._clock() - self._began):
+            # The largest first: its memory is enough for all others, and it can stand in for them.
+            self._waited += self._capture(size if graphs else self._sizes[draw][-1], draw)
+        return graphs.get(min((larger for larger in graphs if larger >= rows), default=0))
 
-    def capture_all(self, draw: Draw) -> None:
-        """Capture every size, largest first, so that the smaller ones fit into its memory."""
-        for size in reversed(self._sizes):
-            self.get(min(size, self._most), draw)
+    def has_missing(self) -> bool:
+        """Whether `capture_next` has anything to do."""
+        return self._has_room and any(len(graphs) < len(self._sizes[draw]) for draw, graphs in self._graphs.items())
+
+    def capture_next(self) -> None:
+        """Capture a graph that is missing: the one last asked for, else the largest."""
+        missing = [
+            (size, draw) for draw in self._graphs for size in self._sizes[draw] if size not in self._graphs[draw]
+        ]
+        largest_first = sorted(missing, key=lambda its: -its[0])
+        is_asked = self._asked in missing and self._graphs[self._asked[1]]
+        self._capture(*(self._asked if is_asked else largest_first[0]))
+        if not self.has_missing() and self._has_room:
+            count = sum(map(len, self._graphs.values()))
+            log.info("%d CUDA graphs captured in %.1f s, %d MiB", count, self._spent, self._num_bytes >> 20)
 
     def replay(self, graph: DecodeGraph, columns: Sequence[array[int]], updates: array[int]) -> Tensor:
         """Run a step: one copy to the device, one launch.
@@ -74,6 +120,9 @@ class DecodeGraphs:
             graph: of at least as many rows.
             columns: token ids or -1, positions, slots, one number a row.
             updates: page updates as (slot, index, page); at most `room(graph)`.
+
+        Returns:
+            the graph's output, valid until the next replay.
         """
         numbers = array("i")
         spare = graph.batch - len(columns[0])
@@ -81,25 +130,32 @@ class DecodeGraphs:
             numbers += column + array("i", [filler]) * spare
         numbers += updates + self._spare_update * (room(graph) - len(updates) // 3)
         graph.numbers.copy_(self._device.stage(numbers), non_blocking=True)
-        graph.graph.replay()
-        return graph.output
+        graph.captured.replay()
+        return graph.captured.output
 
-    def _capture(self, size: int, draw: Draw) -> DecodeGraph:
+    def _capture(self, size: int, draw: Draw) -> float:
+        """Capture a graph if there is memory for it; seconds that it took."""
+        began = self._clock()
         spare = array("i")
         for filler in self._spare_row:
             spare.extend([filler] * size)
-        spare += self._spare_update * (size + SPARE_UPDATES)
-        numbers = self._device.upload(spare)
+        numbers = self._device.upload(spare + self._spare_update * (size + SPARE_UPDATES))
         columns, updates = numbers[: 3 * size].view(3, size), numbers[3 * size :].view(-1, 3)
-        self._body(columns, updates, draw)  # compiles kernels and makes library handles, which a capture must not
-        self._device.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
-            output = self._body(columns, updates, draw)
-        finally:
-            graph.capture_end()
-        return DecodeGraph(graph, size, numbers, output)
+            captured = self._device.capture(lambda: self._body(columns, updates, draw))
+        except torch.OutOfMemoryError:
+            self._has_room = False
+            log.warning(
+                "no memory for a CUDA graph of %d rows: none is captured any more, steps that lack one are slower; "
+                "lower --memory-fraction or --graph-max-batch",
+                size,
+            )
+        else:
+            self._graphs[draw][size] = DecodeGraph(captured, size, numbers)
+            self._num_bytes += captured.num_bytes
+        took = self._clock() - began
+        self._spent += took
+        return took
 
 
 def room(graph: DecodeGraph) -> int:

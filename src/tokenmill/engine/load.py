@@ -55,9 +55,8 @@ def load_engine(run: RunConfig, path: Path, group: Group) -> tuple[ModelEngine, 
     )
     engine = ModelEngine(model, ops, attention, config, open_device(config))
     if config.capture_first:
-        started = time.perf_counter()
-        engine.warm_up()
-        log.info("CUDA graphs captured in %.1f s", time.perf_counter() - started)
+        while engine.prepare():
+            pass
     return engine, config, model.spec
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from array import array
+from collections.abc import Callable
 
 from tokenmill.errors import TokenmillError
 from tokenmill.sched.plan import StepPlan, StepResult
@@ -46,9 +47,13 @@ class Core:
         self._server = server
         self._is_draining = False
 
-    def intake(self) -> bool:
-        """Take in all messages, waiting for one when there is nothing to do. False: the loop must end."""
-        must_wait = not self.scheduler.has_work and not self._is_draining
+    def intake(self, prepare: Callable[[], bool]) -> bool:
+        """Take in all messages. False: the loop must end.
+
+        When there is nothing to do, `prepare` is called first, and while it says False messages are waited for.
+        """
+        is_idle = not self.scheduler.has_work and not self._is_draining
+        must_wait = is_idle and not prepare()
         accepted: list[int] = []
         finished: list[Finish] = []
         for message in self._inbox.receive(None if must_wait else 0):

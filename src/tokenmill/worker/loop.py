@@ -21,10 +21,10 @@ class Steps:
         self._engine = engine
 
     def intake(self) -> bool:
-        """Take in messages; False when the loop must end."""
+        """Take in messages, or have the engine prepare itself while there are none; False when the loop must end."""
         if self.tracer is not None:
             self.tracer.enter("intake")
-        return self._core.intake()
+        return self._core.intake(self._engine.prepare)
 
     def launch(self) -> Flight | None:
         """Plan a step and start it; None when there is nothing to compute."""

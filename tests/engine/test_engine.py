@@ -1,0 +1,86 @@
+"""Graphs change no id: steps replayed with padding, in another order, or run eagerly for want of a graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.sched.support import make_config
+from tests.support.graphs import CapturableAttention, RerunDevice
+from tokenmill.engine.device import CpuDevice
+from tokenmill.engine.engine import ModelEngine
+from tokenmill.models.load import random_model
+from tokenmill.ops.select import make_ops
+from tokenmill.parallel.group import Group
+from tokenmill.sched.scheduler import Scheduler
+from tokenmill.spec import ModelSpec
+from tokenmill.types import SamplingParams
+from tokenmill.wire.channel import MemoryChannel
+from tokenmill.wire.messages import GenerateJob, TextOptions, pack_ids, unpack_ids
+from tokenmill.worker.core import Core
+from tokenmill.worker.loop import make_loop
+
+SPEC = ModelSpec("llama", 97, 32, 48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, max_position=256)
+PARAMS = (
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=0.9, seed=1),
+    SamplingParams(temperature=0.9, seed=2, top_p=0.8, top_k=20),
+    SamplingParams(temperature=0, logit_bias={5: 8.0}, min_tokens=3),
+)
+
+
+def open_engine(config, device):
+    attention = CapturableAttention(scale=SPEC.head_dim**-0.5, token_elements=SPEC.num_kv_heads * SPEC.head_dim)
+    ops = make_ops("reference")
+    with torch.inference_mode():
+        model = random_model(SPEC, dtype=torch.float32, group=Group.solo(), attention=attention, ops=ops)
+    return ModelEngine(model, ops, attention, config, device)
+
+
+def generate(config, device, prompts, params):
+    """Drive the real loop; ids by request. Requests join while others decode."""
+    engine = open_engine(config, device)
+    inbox, out = MemoryChannel(), MemoryChannel()
+    scheduler = Scheduler(config)
+    loop = make_loop(Core(scheduler, inbox, out, MemoryChannel()), engine)
+    tokens = {uid: [] for uid in range(len(prompts))}
+    waiting = list(enumerate(prompts))
+    while waiting or scheduler.has_work:
+        for uid, prompt in waiting[:2]:
+            job = GenerateJob(
+                uid=uid, token_ids=pack_ids(prompt), params=params[uid % len(params)], max_tokens=6 + uid % 5,
+                end_ids=[3], text=TextOptions(), salt="",
+            )  # fmt: skip
+            inbox.send(job)
+        del waiting[:2]
+        assert loop.turn()
+        for message in out.receive():
+            ids = iter(unpack_ids(getattr(message, "token_ids", b"")))
+            for uid, count in zip(getattr(message, "uids", ()), getattr(message, "counts", ()), strict=True):
+                tokens[uid].extend(next(ids) for _ in range(count))
+    engine.close()
+    return tokens
+
+
+PROMPTS = [[(7 * uid + 3 * place) % 97 for place in range(1 + uid * 5 % 23)] for uid in range(12)]
+
+
+@pytest.mark.parametrize("loop", ["serial", "overlap"])
+@pytest.mark.parametrize(
+    "params", [PARAMS[:1], PARAMS[:2], PARAMS[:3], PARAMS], ids=["greedy", "plain", "filtered", "adjusted"]
+)
+def test_replayed_steps_give_the_ids_of_eager_ones(loop, params):
+    options = {"loop": loop, "num_pages": 256, "max_running": 8, "max_model_len": 64}
+    expected = generate(make_config(**options), CpuDevice(1), PROMPTS, params)
+    for most in (1, 6, 8):
+        device = RerunDevice()
+        assert generate(make_config(**options, graph_max_batch=most), device, PROMPTS, params) == expected
+        assert device.num_replays > 0
+
+
+def test_every_graph_is_captured_when_there_is_nothing_else_to_do():
+    device = RerunDevice()
+    engine = open_engine(make_config(graph_max_batch=8), device)
+    assert [engine.prepare() for _ in range(6)] == [True] * 4 + [False] * 2
+    assert device.num_captures == 4
+    engine.close()

@@ -1,0 +1,35 @@
+"""A device on the CPU whose captured work is done anew in each replay, and attention that can be captured there."""
+
+from __future__ import annotations
+
+from tokenmill.attention.base import RowLayout
+from tokenmill.attention.reference import ReferenceAttention
+from tokenmill.engine.device import Captured, CpuDevice
+
+
+class RerunDevice(CpuDevice):
+    def __init__(self):
+        super().__init__(threads=1)
+        self.num_captures = self.num_replays = 0
+
+    def stage(self, numbers):
+        return self.upload(numbers)
+
+    def upload(self, numbers):
+        return super().upload(numbers).clone()
+
+    def capture(self, work):
+        self.num_captures += 1
+        output = work().clone()
+
+        def replay():
+            self.num_replays += 1
+            output.copy_(work())
+
+        return Captured(replay, output, 1)
+
+
+class CapturableAttention(ReferenceAttention):
+    def plan_decode(self, slots, positions, page_table, page_size):
+        ones = (1,) * len(slots)
+        return self.plan(RowLayout(tuple(slots.tolist()), tuple(positions.tolist()), ones), page_table, page_size)
