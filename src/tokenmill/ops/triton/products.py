@@ -52,16 +52,14 @@ def choose_product(rows: int, outputs: int, inputs: int, *, is_gated: bool = Fal
     if rows > MAX_ROWS or (rows > 16 and outputs * inputs > 1 << 23):
         return None
     if rows > 32:
-        block_m, split = (64, 4 if outputs < 2048 and inputs >= 2048 else 1)
-        return ProductConfig(
-            block_m, 32 if split > 1 else 64, 128, 4, split=split, fuses_norm=split == 1 and rows <= 64
-        )
-    block_m = 16 if rows <= 16 else 32
+        split = 4 if outputs < 2048 and inputs >= 2048 else 1
+        return ProductConfig(64, 32 if split > 1 else 64, 128, 4, split=split, fuses_norm=split == 1 and rows <= 64)
+    block_m = 8 if rows <= 8 else 16 if rows <= 16 else 32
     if outputs * inputs > 1 << 23:
-        return ProductConfig(block_m, 64, 128, 4, num_stages=4, swap=True, fuses_norm=False)
+        return ProductConfig(16, 64, 128, 4, num_stages=4, swap=True, fuses_norm=False)
     if inputs <= 1024:
-        return ProductConfig(block_m, 32, 1024, 8, held=1, groups=8)
-    return ProductConfig(block_m, 16, 1024, 8, held=min(triton.cdiv(inputs, 1024), 3), groups=8)
+        return ProductConfig(block_m, 32, 512, 8, held=2, groups=8, swap=True)
+    return ProductConfig(block_m, 16, 1024, 8, held=min(triton.cdiv(inputs, 1024), 3), groups=8, swap=True)
 
 
 class ProductScratch:
