@@ -57,7 +57,7 @@ format: install-dev
 
 bench: install
 	$(BIN)/tokenmill pull $(MODEL)
-	$(BIN)/tokenmill bench $(MODEL) $(ARGS)
+	$(BIN)/tokenmill bench offline --model $(MODEL) $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .coverage* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

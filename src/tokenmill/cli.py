@@ -60,16 +60,48 @@ def generate(arguments: Sequence[str]) -> int:
 
 
 def bench(arguments: Sequence[str]) -> int:
-    """Measure the engine offline, on seeded workloads."""
-    from tokenmill.flags import BenchFlags, parse
+    """Measure this machine: bench offline, bench kernels, bench online."""
+    kind = arguments[0] if arguments else ""
+    if kind in BENCHES:
+        BENCHES[kind](arguments[1:])
+        return 0
+    is_help = kind in ("-h", "--help")
+    print(f"usage: tokenmill bench {{{','.join(BENCHES)}}} [...]", file=sys.stdout if is_help else sys.stderr)
+    return 0 if is_help else USER_ERROR
 
-    flags = parse(BenchFlags, "bench", arguments)
+
+def _bench_offline(arguments: Sequence[str]) -> None:
+    from tokenmill.flags import OfflineFlags, parse
+
+    flags = parse(OfflineFlags, "bench offline", arguments)
     from tokenmill.bench import offline
 
-    offline.check(flags.shapes, flags.rounds)
-    with _open(flags.run) as llm:
-        offline.run(llm, flags.shapes, flags.rounds, flags.seed, as_json=flags.json)
-    return 0
+    offline.run(flags.run, flags.options, as_json=flags.json)
+
+
+def _bench_kernels(arguments: Sequence[str]) -> None:
+    from tokenmill.flags import KernelFlags, parse
+
+    flags = parse(KernelFlags, "bench kernels", arguments)
+    from tokenmill.bench import kernels
+
+    kernels.run(flags.run, flags.options, as_json=flags.json)
+
+
+def _bench_online(arguments: Sequence[str]) -> None:
+    from tokenmill.flags import OnlineFlags, parse
+
+    flags = parse(OnlineFlags, "bench online", arguments)
+    from tokenmill.bench import online
+
+    online.run(flags.run, flags.options, as_json=flags.json)
+
+
+BENCHES: Mapping[str, Callable[[Sequence[str]], None]] = {
+    "offline": _bench_offline,
+    "kernels": _bench_kernels,
+    "online": _bench_online,
+}
 
 
 def _open(run: RunConfig) -> LLM:

@@ -12,6 +12,7 @@ import msgspec
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from tokenmill.bench.options import KernelOptions, OfflineOptions, OnlineOptions
 from tokenmill.config import DEFAULT_MODEL, EngineConfig, ModelConfig, RunConfig, SchedulerConfig, ServerConfig
 from tokenmill.types import SamplingParams
 
@@ -96,17 +97,40 @@ class GenerateFlags:
 
 
 @dataclass(frozen=True)
-class BenchFlags(RunFlags):
-    """Measure the engine offline, on seeded workloads."""
+class BenchFlags:
+    """What every benchmark takes."""
 
-    shapes: tuple[str, ...] = ("single", "batch8", "batch32", "prefix")
-    """Workloads to run."""
-    rounds: int = 3
-    """Measured rounds, after one warm-up."""
-    seed: int = 0
-    """Decides lengths and contents of the prompts."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     json: bool = False
-    """Print one JSON line a shape to stdout, and the table to stderr."""
+    """Print JSON lines to stdout, and the table to stderr."""
+
+    @property
+    def run(self) -> RunConfig:
+        """The flags as a RunConfig."""
+        return RunConfig(self.model, self.engine, self.scheduler)
+
+
+@dataclass(frozen=True)
+class OfflineFlags(BenchFlags):
+    """Measure LLM.generate on seeded workloads."""
+
+    options: OfflineOptions = field(default_factory=OfflineOptions)
+
+
+@dataclass(frozen=True)
+class KernelFlags(BenchFlags):
+    """Measure each operation at the model's shapes, beside a copy of memory. Needs no weights."""
+
+    options: KernelOptions = field(default_factory=KernelOptions)
+
+
+@dataclass(frozen=True)
+class OnlineFlags(BenchFlags):
+    """Measure the latencies of requests that arrive by chance (a Poisson process)."""
+
+    options: OnlineOptions = field(default_factory=OnlineOptions)
 
 
 @dataclass(frozen=True)

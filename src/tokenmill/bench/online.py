@@ -1,0 +1,209 @@
+"""`tokenmill bench online`: requests that come by chance to a scheduler and an engine in this process.
+
+Their prompts are ids, and their tokens count as served when their step is committed: no text, no sockets.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Protocol
+
+from tokenmill.bench.options import OnlineOptions
+from tokenmill.bench.profile import check_file, profiled
+from tokenmill.bench.report import Cell, Report, describe, percentile
+from tokenmill.bench.workload import Job, make_jobs
+from tokenmill.config import ResolvedConfig, RunConfig
+from tokenmill.engine.base import Engine
+from tokenmill.engine.load import load_engine
+from tokenmill.errors import ConfigError, TokenmillError
+from tokenmill.hub import resolve_model
+from tokenmill.parallel.group import Group
+from tokenmill.sched.scheduler import Scheduler
+from tokenmill.trace import Tracer
+from tokenmill.types import SamplingParams
+from tokenmill.wire.channel import NullSender
+from tokenmill.wire.messages import GenerateJob, Stop, TextOptions, ToDetokenizer, TokenBatch, ToScheduler, pack_ids
+from tokenmill.worker.core import Core
+from tokenmill.worker.loop import make_loop
+
+LENGTHS = (100, 1024)
+COLUMNS = ("load", "requests/s", "output tok/s", "TTFT ms", "p99 ms", "ITL ms", "p99 ms", "p99/p50")
+
+
+class Clock(Protocol):
+    """Seconds since any moment."""
+
+    def now(self) -> float:
+        """The time."""
+
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+
+
+class WallClock:
+    """The machine's clock."""
+
+    def now(self) -> float:
+        """See `Clock.now`."""
+        return time.perf_counter()
+
+    def sleep(self, seconds: float) -> None:
+        """See `Clock.sleep`."""
+        time.sleep(seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """When a request came, and when each of its tokens did: seconds since the begin."""
+
+    arrived: float
+    tokens: list[float] = field(default_factory=list)
+
+
+class Clients:
+    """Both ends of a scheduler: an inbox that holds each request back until its time, and what takes the tokens.
+
+    The inbox ends with Stop when the last request is served.
+    """
+
+    def __init__(self, jobs: Sequence[Job], times: Sequence[float], clock: Clock) -> None:
+        self.served = [Served(at) for at in times]
+        self._jobs, self._clock, self._begin = jobs, clock, clock.now()
+        self._num_sent = 0
+
+    def receive(self, timeout: float | None = None) -> list[ToScheduler]:
+        """Requests that are due; without a timeout waits until one is."""
+        sent, now = self._num_sent, self._clock.now() - self._begin
+        if timeout is None:
+            if sent == len(self._jobs):
+                return [Stop()]
+            if self.served[sent].arrived > now:
+                self._clock.sleep(self.served[sent].arrived - now)
+                now = self.served[sent].arrived
+        while self._num_sent < len(self._jobs) and self.served[self._num_sent].arrived <= now:
+            self._num_sent += 1
+        return [_message(uid, self._jobs[uid]) for uid in range(sent, self._num_sent)]
+
+    def send(self, message: ToDetokenizer, /) -> None:
+        """Note the time of each token.
+
+        Raises:
+            TokenmillError: a request was refused.
+        """
+        if isinstance(message, TokenBatch):
+            for finish in message.finished:
+                if finish.error is not None:
+                    raise TokenmillError(finish.error.message)
+            now = self._clock.now() - self._begin
+            for uid in message.uids:
+                self.served[uid].tokens.append(now)
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+def drive(
+    engine: Engine,
+    config: ResolvedConfig,
+    jobs: Sequence[Job],
+    times: Sequence[float],
+    clock: Clock,
+    tracer: Tracer | None = None,
+) -> list[Served]:
+    """Serve jobs that arrive at `times`, in seconds from now and in order, with a scheduler of their own."""
+    clients = Clients(jobs, times, clock)
+    loop = make_loop(Core(Scheduler(config), clients, clients, NullSender()), engine)
+    loop.steps.tracer = tracer
+    while loop.turn():
+        pass
+    return clients.served
+
+
+def poisson(requests: int, rate: float, seed: int) -> list[float]:
+    """Arrival times of a Poisson process, in seconds: `rate` requests a second on average."""
+    draw = random.Random(f"{seed}/arrivals")
+    times, at = [], 0.0
+    for _ in range(requests):
+        at += draw.expovariate(rate)
+        times.append(at)
+    return times
+
+
+def peak_rate(served: Sequence[Served], max_running: int) -> float:
+    """Output tokens a second of requests that all came at once, while as many ran as may.
+
+    That is from when the first `max_running` have a token until so many are left; of fewer requests, the whole time.
+    """
+    firsts = sorted(its.tokens[0] for its in served)
+    ends = sorted(its.tokens[-1] for its in served)
+    begin, end = 0.0, ends[-1]
+    if len(served) > max_running and firsts[max_running - 1] < ends[-max_running - 1]:
+        begin, end = firsts[max_running - 1], ends[-max_running - 1]
+    return sum(begin < at <= end for its in served for at in its.tokens) / (end - begin)
+
+
+def run(config: RunConfig, options: OnlineOptions, *, as_json: bool) -> None:
+    """All requests at once, twice, of which the first is the warm-up; then at the rate, or at a share of the peak.
+
+    Raises:
+        TokenmillError: a number cannot work; what loading a model raises.
+    """
+    for flag, number in (("--requests", options.requests), ("--rate", options.rate), ("--share", options.share)):
+        if number is not None and not 0 < number < float("inf"):
+            raise ConfigError(f"{flag} must be over 0, not {number}")
+    check_file(options.profile)
+    files = resolve_model(config.model.model, needs_weights=not config.model.random_weights)
+    engine, resolved, spec = load_engine(config, files.path, Group.solo())
+    with closing(engine):
+        report = Report(describe(config.model.model, resolved), as_json=as_json)
+        rounds = [
+            make_jobs(spec.vocab_size, options.seed, index, requests=options.requests, prompt=LENGTHS, output=LENGTHS)
+            for index in range(3)
+        ]
+        at_once = [0.0] * options.requests
+        clock = WallClock()
+        drive(engine, resolved, rounds[0], at_once, clock)
+        served = drive(engine, resolved, rounds[1], at_once, clock)
+        mean_output = statistics.mean(job.max_tokens for job in rounds[2])
+        peak = peak_rate(served, resolved.max_running) / mean_output
+        rows = [_show("peak", peak, served, report)]
+        rate = options.share * peak if options.rate is None else options.rate
+        with profiled(options.profile, resolved.device, report) as tracer:
+            engine.tracer = tracer
+            times = poisson(options.requests, rate, options.seed)
+            served = drive(engine, resolved, rounds[2], times, clock, tracer)
+            engine.tracer = None
+            rows.append(_show("poisson", rate, served, report))
+            report.table(COLUMNS, rows)
+
+
+def _show(name: str, rate: float, served: Sequence[Served], report: Report) -> tuple[Cell, ...]:
+    first = [its.tokens[0] - its.arrived for its in served]
+    between = [after - before for its in served for before, after in pairwise(its.tokens)]
+    latencies = {
+        f"{kind}_p{round(100 * share)}_ms": 1000 * percentile(values, share)
+        for kind, values in (("ttft", first), ("itl", between))
+        for share in (0.5, 0.99)
+    }
+    output_rate = sum(len(its.tokens) for its in served) / max(its.tokens[-1] for its in served)
+    ratio = latencies["itl_p99_ms"] / latencies["itl_p50_ms"]
+    found = {"request_rate": rate, "output_tok_s": output_rate, **latencies, "p99_over_p50": ratio}
+    report.line(load=name, requests=len(served), **found)
+    return name, *found.values()
+
+
+def _message(uid: int, job: Job) -> GenerateJob:
+    return GenerateJob(
+        uid=uid,
+        token_ids=pack_ids(job.token_ids),
+        params=SamplingParams(temperature=0.6, max_tokens=job.max_tokens, seed=uid),
+        max_tokens=job.max_tokens,
+        end_ids=[],
+        text=TextOptions(),
+    )
