@@ -8,8 +8,8 @@ from torch import Tensor
 
 from tokenmill.ops.api import HeadNorms, Norm, Rotation
 from tokenmill.ops.triton.activation import silu_and_mul
+from tokenmill.ops.triton.gemv import GEMV_ROWS, choose_gemv, gemv
 from tokenmill.ops.triton.inputs import make_rotation, stage_tokens
-from tokenmill.ops.triton.linear import GEMV_ROWS, choose, gemv
 from tokenmill.ops.triton.norm import rms_norm
 from tokenmill.ops.triton.products import MAX_ROWS, ProductScratch, choose_product, product
 from tokenmill.ops.triton.qkv import prepare_qkv
@@ -88,11 +88,11 @@ class TritonOps:
         x, rows, pdl = x.contiguous(), x.shape[0], self._uses_pdl(x)
         outputs, inputs = weight.shape[0] // 2 if is_gated else weight.shape[0], weight.shape[1]
         weights, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        if rows <= GEMV_ROWS and not (is_gated and bias is not None):
+        if rows <= GEMV_ROWS:
             return gemv(
                 x,
                 weight,
-                choose(rows, outputs, inputs),
+                choose_gemv(rows, outputs, inputs, is_gated=is_gated),
                 bias=bias,
                 norm_weight=weights,
                 eps=eps,

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from tests.ops.kernels import DTYPES, TOLERANCE, poisoned, random, unaligned
 
 pytest.importorskip("triton")
-from tokenmill.ops.triton.linear import LinearConfig, gemv
+from tokenmill.ops.triton.gemv import GemvConfig, gemv
 
 
 def assert_product(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -18,33 +18,30 @@ def assert_product(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
-@pytest.mark.parametrize(("outputs", "inputs"), [(5, 20), (16, 64), (9, 700)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(5, 20), (16, 512), (9, 700)])
 def test_gemv(rows, outputs, inputs, dtype):
     x, weight = random(rows, inputs, dtype=dtype), random(outputs, inputs, seed=1, dtype=dtype)
     out = poisoned(rows, outputs, dtype=dtype)
-    assert gemv(unaligned(x), unaligned(weight), LinearConfig(4, 64, 4), out=out) is out
+    assert gemv(unaligned(x), unaligned(weight), GemvConfig(4, 1, 2), out=out) is out
     assert_product(out, x.float() @ weight.float().T)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("is_gated", [False, True])
-@pytest.mark.parametrize(("rows", "inputs", "block_k"), [(1, 48, 64), (3, 160, 32), (2, 1100, 32)])
-def test_gemv_with_all_that_stands_around_it(rows, inputs, block_k, is_gated, dtype):
-    outputs = 7
-    x, weight = random(rows, inputs, dtype=dtype) * 9, random(outputs * (1 + is_gated), inputs, seed=1, dtype=dtype)
+@pytest.mark.parametrize(("rows", "outputs", "inputs", "ahead"), [(1, 8, 2048, 3), (3, 7, 1100, 1), (2, 1, 48, 4)])
+def test_gemv_with_all_that_stands_around_it(rows, outputs, inputs, ahead, is_gated, dtype):
+    lines = outputs * (1 + is_gated)
+    x, weight = random(rows, inputs, dtype=dtype) * 9, random(lines, inputs, seed=1, dtype=dtype)
     norm, residual = random(inputs, seed=2, dtype=dtype), random(rows, outputs, seed=3, dtype=dtype)
-    bias = None if is_gated else random(outputs, seed=4, dtype=dtype)
-    expected = F.rms_norm(x.float(), (inputs,), norm.float(), 0.5) @ weight.float().T
+    bias = random(lines, seed=4, dtype=dtype)
+    expected = F.linear(F.rms_norm(x.float(), (inputs,), norm.float(), 0.5), weight.float(), bias.float())
     if is_gated:
         expected = F.silu(expected[:, :outputs]) * expected[:, outputs:]
-    else:
-        expected = expected + bias.float()
     expected = expected + residual.float()
-    config = LinearConfig(2, block_k, 4)
     out = gemv(
         x,
         weight,
-        config,
+        GemvConfig(4, 2, ahead),
         out=residual,
         bias=bias,
         norm_weight=norm,
@@ -58,4 +55,4 @@ def test_gemv_with_all_that_stands_around_it(rows, inputs, block_k, is_gated, dt
 
 def test_too_many_rows_are_refused():
     with pytest.raises(ValueError, match="4 rows"):
-        gemv(random(5, 8), random(2, 8), LinearConfig(4, 64, 4))
+        gemv(random(5, 8), random(2, 8), GemvConfig(4, 1, 1))
