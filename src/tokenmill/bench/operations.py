@@ -26,6 +26,9 @@ DRAWS = (
 )
 
 
+Call = Callable[[], Tensor]
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """One operation at one size. Each of `calls` does it once, on buffers of its own.
@@ -36,7 +39,7 @@ class Case:
 
     name: str
     rows: int
-    calls: Sequence[Callable[[], object]]
+    calls: Sequence[Call]
     num_bytes: int
     num_flops: int = 0
     is_captured: bool = True
