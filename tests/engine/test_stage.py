@@ -10,7 +10,7 @@ import torch
 from tests.sched.support import make_config
 from tokenmill.attention.base import RowLayout
 from tokenmill.engine.kv_pool import allocate
-from tokenmill.engine.stage import make_batch, page_triples, plan_openings
+from tokenmill.engine.stage import make_batch, padded_count, page_triples, plan_openings
 from tokenmill.ops.reference import ReferenceOps
 from tokenmill.sampling.batch import SamplingTable
 from tokenmill.sched.plan import PageUpdate, Row, SlotOpening, StepPlan
@@ -62,6 +62,25 @@ def test_rows_become_tokens_in_order(state):
     assert layout == RowLayout(slots=(2, 0, 1), starts=(9, 4, 0), lengths=(1, 3, 2))
     assert page_table is state.page_table
     assert page_size == 4
+
+
+def test_padding_follows_the_rows_and_belongs_to_the_spare_slot(state):
+    state.page_table[0, :10], state.page_table[1, :10] = torch.arange(10), torch.tensor([12] * 10)
+    rows = Row(7, 0, 0, 40, tuple(range(40)), True), Row(8, 1, 0, 30, tuple(range(30)), False)
+    batch, slots, positions = make_batch(StepPlan(0, rows), state, OPS, LayoutOnly(), upload, is_padded=True)
+    assert batch.input_ids.tolist() == [*range(40), *range(30), *[0] * 58]
+    assert batch.kv_slots.tolist()[:40] == list(range(40))
+    assert batch.kv_slots.tolist()[70:] == [16 * 4] * 58
+    assert batch.attention[0].lengths == (40, 30)
+    assert (batch.logits_indices.tolist(), slots.tolist(), positions.tolist()) == ([39], [0], [39])
+
+
+@pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 128, 1000, 1025, 8192, 8193])
+def test_padding_is_small_and_the_shapes_are_few(count):
+    padded = padded_count(count)
+    assert count <= padded < count + 256
+    assert padded - count < max(64, count / 4)
+    assert padded_count(padded) == padded
 
 
 def test_a_step_that_draws_nothing_has_no_logits(state):

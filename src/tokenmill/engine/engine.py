@@ -93,7 +93,8 @@ class ModelEngine:
     def _run_eagerly(self, plan: StepPlan) -> Tensor | None:
         state = self._state
         self._table.open(stage.plan_openings(plan))
-        batch, slots, positions = stage.make_batch(plan, state, self._ops, self._attention, self._device.upload)
+        places = state, self._ops, self._attention, self._device.upload
+        batch, slots, positions = stage.make_batch(plan, *places, is_padded=self.config.device == "cuda")
         if self.tracer is not None:
             self.tracer.forward(plan.step)
         logits = self._model.forward(batch, state.kv)
@@ -104,7 +105,7 @@ class ModelEngine:
             raise RuntimeError(f"step {plan.step}: logits are not finite")
         if self.tracer is not None:
             self.tracer.enter("sample", plan.step)
-        return self._draw(logits, slots, positions, sampled)
+        return self._draw(logits, slots, positions, sampled)[: len(sampled.slots)]
 
     def _draw(self, logits: Tensor, slots: Tensor, positions: Tensor, sampled: stage.Sampled) -> Tensor:
         if self._table.needs_adjusting(sampled.slots):

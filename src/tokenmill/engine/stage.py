@@ -62,12 +62,24 @@ def stage_tokens(columns: Tensor, updates: Tensor, state: DeviceState, ops: Ops)
     return ops.stage_tokens(columns.view(3, -1), *places, state.kv.page_size)
 
 
+def padded_count(count: int) -> int:
+    """Tokens that a GPU computes for so many: libraries take milliseconds at each new shape, so there are few."""
+    granule = 1 if count <= 64 else 64 if count <= 1024 else 256
+    return -(-count // granule) * granule
+
+
 def make_batch(
-    plan: StepPlan, state: DeviceState, ops: Ops, attention: AttentionBackend, upload: Upload
+    plan: StepPlan,
+    state: DeviceState,
+    ops: Ops,
+    attention: AttentionBackend,
+    upload: Upload,
+    *,
+    is_padded: bool = False,
 ) -> tuple[ForwardBatch, Tensor, Tensor]:
     """The tensors of one forward pass; slots and positions [sampled] int32 of the tokens whose logits are wanted.
 
-    Page updates of the plan are applied.
+    Page updates of the plan are applied. With `is_padded`, tokens of the spare slot follow, and draws for it.
     """
     rows = plan.rows
     layout = RowLayout(
@@ -85,6 +97,9 @@ def make_batch(
             ends.append(end - 1)
             drawing.append(row.slot)
             lasts.append(row.start + row.length - 1)
+    if is_padded:
+        _pad((tokens, positions, slots), (0, 0, state.spare_slot))
+        _pad((ends, drawing, lasts), (0, state.spare_slot, 0))
     updates = page_triples(plan)
     numbers = upload(tokens + positions + slots + updates + ends + drawing + lasts)
     end_of_tokens, end_of_updates = 3 * len(tokens), 3 * len(tokens) + len(updates)
@@ -94,3 +109,9 @@ def make_batch(
     logits_indices, drawing_slots, last_positions = numbers[end_of_updates:].view(3, -1)
     batch = ForwardBatch(input_ids, columns[1], kv_slots, logits_indices, metadata)
     return batch, drawing_slots, last_positions
+
+
+def _pad(columns: tuple[array[int], ...], fillers: tuple[int, ...]) -> None:
+    spare = padded_count(len(columns[0])) - len(columns[0])
+    for column, filler in zip(columns, fillers, strict=True):
+        column.extend([filler] * spare)
