@@ -14,9 +14,9 @@ from tokenmill.types import SamplingParams
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
-from tokenmill.ops.triton.filters import LIST_ROOM, FilterScratch  # noqa: E402
 from tokenmill.ops.triton.noise import exponential, row_key  # noqa: E402
-from tokenmill.ops.triton.sampling import SamplingColumns, SamplingScratch, sample_rows  # noqa: E402
+from tokenmill.ops.triton.rows import LIST_ROOM, SamplingColumns, make_scratch  # noqa: E402
+from tokenmill.ops.triton.sampling import sample_rows  # noqa: E402
 
 ROWS = 200 if torch.cuda.is_available() else 10
 VOCAB = 4500  # three blocks, the last with a part of one
@@ -48,8 +48,7 @@ def draw(
     table = SamplingTable(rows, lambda numbers: torch.tensor(numbers, dtype=torch.int32, device=DEVICE))
     table.open([(slot, its, 0, ()) for slot, its in enumerate(params)])
     columns = SamplingColumns(table.temperature, table.top_k, table.top_p, table.min_p, table.seed, table.is_greedy)
-    scratch = SamplingScratch(rows, vocab, DEVICE)
-    scratch.filters = FilterScratch(rows, vocab, DEVICE, room)
+    scratch = make_scratch(rows, vocab, DEVICE, room)
     slots = torch.arange(rows, device=DEVICE).flip(0).to(torch.int32)
     out, last = poisoned(rows, dtype=torch.int64), poisoned(rows + 1, dtype=torch.int64)
     sample_rows(

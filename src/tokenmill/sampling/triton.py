@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tokenmill.ops.triton.sampling import SamplingColumns, SamplingScratch, sample_rows
+from tokenmill.ops.select import has_pdl
+from tokenmill.ops.triton.rows import SamplingColumns, make_scratch
+from tokenmill.ops.triton.sampling import sample_rows
 from tokenmill.sampling.batch import SamplingTable
 
 
@@ -16,12 +18,16 @@ class TritonSampler:
         self._columns = SamplingColumns(
             table.temperature, table.top_k, table.top_p, table.min_p, table.seed, table.is_greedy
         )
-        self._scratch = SamplingScratch(max_rows, vocab_size, table.seed.device)
+        self._scratch = make_scratch(max_rows, vocab_size, table.seed.device)
+        self._pdl = has_pdl(table.seed.device)
 
     def draw(
         self, logits: Tensor, slots: Tensor, positions: Tensor, last_tokens: Tensor, *, is_filtered: bool
     ) -> Tensor:
         """See `Sampler.draw`."""
         ids = torch.empty(slots.shape, dtype=torch.int64, device=slots.device)
-        sample_rows(logits, slots, positions, self._columns, ids, last_tokens, self._scratch, has_filters=is_filtered)
+        sample_rows(
+            logits, slots, positions, self._columns, ids, last_tokens, self._scratch,
+            has_filters=is_filtered, pdl=self._pdl,
+        )  # fmt: skip
         return ids

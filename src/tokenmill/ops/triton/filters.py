@@ -9,13 +9,14 @@ top_p is a share of what top_k leaves; of ids with equal logits the lower are ke
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from tokenmill.ops.triton.launch import start_and_wait
 from tokenmill.ops.triton.rows import (
-    BLOCK,
     BOUND,
     COUNT_ABOVE,
     COUNT_INSIDE,
@@ -25,31 +26,19 @@ from tokenmill.ops.triton.rows import (
     LAST_ID,
     LOW,
     LOW_MARK,
+    MARKS,
     TOP,
     TOTAL,
     WEIGHT_ABOVE,
+    SamplingColumns,
+    SamplingScratch,
     is_last_program,
     scaled_logits,
 )
 
-MARKS = tl.constexpr(16)
-LIST_ROOM = 4096
-SIZE = 2048  # of a list's piece
 # The numbers of the race lie between 2 ** -32 and 17, or are infinite; so an id whose scaled logit is 25.1 below the
 # greatest never wins, and ids further down than this need no place in the order.
 REACH = tl.constexpr(32.0)
-
-
-class FilterScratch:
-    """Memory for the bounds of up to `rows` rows at a time; counters are 0 between calls."""
-
-    def __init__(self, rows: int, vocab: int, device: torch.device, list_room: int = LIST_ROOM) -> None:
-        blocks = triton.cdiv(vocab, BLOCK)
-        self.marks = torch.empty((rows, MARKS.value), dtype=torch.float32, device=device)
-        self.weights = torch.empty((rows, blocks, MARKS.value), dtype=torch.float32, device=device)
-        self.counts = torch.empty((rows, blocks, MARKS.value), dtype=torch.int32, device=device)
-        self.list_values = torch.empty((rows, list_room), dtype=torch.float32, device=device)
-        self.list_ids = torch.empty((rows, list_room), dtype=torch.int32, device=device)
 
 
 @triton.jit
@@ -61,48 +50,41 @@ def set_marks(marks, high, low):
 
 
 @triton.jit
-def _filters_of(slot, top_k, top_p, is_greedy, VOCAB: tl.constexpr):
-    k = tl.load(top_k + slot).to(tl.int32)
+def _filters_of(columns, slot, VOCAB: tl.constexpr):
+    k = tl.load(columns.top_k + slot).to(tl.int32)
     k = tl.where((k <= 0) | (k > VOCAB), VOCAB, k)
-    p = tl.load(top_p + slot)
-    is_filtered = ((k < VOCAB) | (p < 1.0)) & (tl.load(is_greedy + slot) == 0)
+    p = tl.load(columns.top_p + slot)
+    is_filtered = ((k < VOCAB) | (p < 1.0)) & (tl.load(columns.is_greedy + slot) == 0)
     return k, p, is_filtered
 
 
-@triton.jit(do_not_specialize=["stride"])
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _count_kernel(
     logits,
     slots,
-    temperature,
-    top_k,
-    top_p,
-    is_greedy,
-    floats,
-    ints,
-    marks,
-    counts,
-    weights,
-    counters,
+    columns,
+    scratch,
     stride,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     ROOM: tl.constexpr,
     IS_FIRST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_and_wait(PDL)
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     blocks = tl.num_programs(0)
     slot = tl.load(slots + row)
-    floats += row * FIELDS
-    ints += row * FIELDS
-    marks += row * MARKS
-    k, p, is_needed = _filters_of(slot, top_k, top_p, is_greedy, VOCAB)
+    floats, ints = scratch.floats + row * FIELDS, scratch.ints + row * FIELDS
+    marks = scratch.marks + row * MARKS
+    k, p, is_needed = _filters_of(columns, slot, VOCAB)
     if not IS_FIRST:
         # A row's programs all read this before the last of them rewrites it: they have to, to be counted.
         is_needed = is_needed & (tl.load(ints + COUNT_INSIDE) > ROOM)
     if is_needed:
         at = block * BLOCK + tl.arange(0, BLOCK)
-        value = scaled_logits(logits + row * stride, at, VOCAB, tl.load(temperature + slot))  # [BLOCK]
+        value = scaled_logits(logits + row * stride, at, VOCAB, tl.load(columns.temperature + slot))  # [BLOCK]
         weight = tl.exp(value - tl.load(floats + TOP))
         index = tl.arange(0, MARKS)
         count_over = tl.zeros([MARKS], tl.int32)
@@ -112,14 +94,15 @@ def _count_kernel(
             count_over = tl.where(index == mark, tl.sum(is_over.to(tl.int32), 0), count_over)
             weight_over = tl.where(index == mark, tl.sum(tl.where(is_over, weight, 0.0), 0), weight_over)
         base = row * blocks * MARKS
-        tl.store(counts + base + block * MARKS + index, count_over)
-        tl.store(weights + base + block * MARKS + index, weight_over)
-        if is_last_program(counters + row, blocks):
+        tl.store(scratch.mark_counts + base + block * MARKS + index, count_over)
+        tl.store(scratch.mark_weights + base + block * MARKS + index, weight_over)
+        if is_last_program(scratch.counters + row, blocks):
             each = tl.arange(0, BLOCKS)[:, None]
             place = base + each * MARKS + index[None, :]  # [BLOCKS, MARKS]
             is_block = (each < blocks) & (index[None, :] >= 0)
-            count_over = tl.sum(tl.load(counts + place, mask=is_block, other=0, cache_modifier=".cg"), 0)
-            weight_over = tl.sum(tl.load(weights + place, mask=is_block, other=0.0, cache_modifier=".cg"), 0)
+            counts = tl.load(scratch.mark_counts + place, mask=is_block, other=0, cache_modifier=".cg")
+            weights = tl.load(scratch.mark_weights + place, mask=is_block, other=0.0, cache_modifier=".cg")
+            count_over, weight_over = tl.sum(counts, 0), tl.sum(weights, 0)
             _enclose(floats, ints, marks, count_over, weight_over, k, p, VOCAB)
 
 
@@ -154,44 +137,38 @@ def _enclose(floats, ints, marks, count_over, weight_over, k, p, VOCAB: tl.const
     set_marks(marks, tl.minimum(high, tl.load(floats + TOP)), low)
 
 
-@triton.jit(do_not_specialize=["stride"])
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _list_kernel(
     logits,
     slots,
-    temperature,
-    top_k,
-    top_p,
-    is_greedy,
-    floats,
-    ints,
-    counts,
-    list_values,
-    list_ids,
+    columns,
+    scratch,
     stride,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     ROOM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_and_wait(PDL)
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     blocks = tl.num_programs(0)
     slot = tl.load(slots + row)
-    _, _, is_filtered = _filters_of(slot, top_k, top_p, is_greedy, VOCAB)
-    if is_filtered & (tl.load(ints + row * FIELDS + COUNT_INSIDE) <= ROOM):
-        low = tl.load(floats + row * FIELDS + LOW)
-        high = tl.load(floats + row * FIELDS + HIGH)
-        low_mark = tl.load(ints + row * FIELDS + LOW_MARK)
-        high_mark = tl.load(ints + row * FIELDS + HIGH_MARK)
+    _, _, is_filtered = _filters_of(columns, slot, VOCAB)
+    floats, ints = scratch.floats + row * FIELDS, scratch.ints + row * FIELDS
+    if is_filtered & (tl.load(ints + COUNT_INSIDE) <= ROOM):
+        low, high = tl.load(floats + LOW), tl.load(floats + HIGH)
+        low_mark, high_mark = tl.load(ints + LOW_MARK), tl.load(ints + HIGH_MARK)
         each = tl.arange(0, BLOCKS)
-        place = counts + (row * blocks + each) * MARKS  # [BLOCKS]
+        place = scratch.mark_counts + (row * blocks + each) * MARKS  # [BLOCKS]
         before = tl.sum(tl.load(place + low_mark, mask=each < block, other=0), 0)
         before -= tl.sum(tl.load(place + high_mark, mask=(each < block) & (high_mark >= 0), other=0), 0)
         at = block * BLOCK + tl.arange(0, BLOCK)
-        value = scaled_logits(logits + row * stride, at, VOCAB, tl.load(temperature + slot))  # [BLOCK]
+        value = scaled_logits(logits + row * stride, at, VOCAB, tl.load(columns.temperature + slot))  # [BLOCK]
         is_listed = (value >= low) & (value < high)
         where = row * ROOM + before + tl.cumsum(is_listed.to(tl.int32), 0) - 1
-        tl.store(list_values + where, value, mask=is_listed)
-        tl.store(list_ids + where, at, mask=is_listed)
+        tl.store(scratch.list_values + where, value, mask=is_listed)
+        tl.store(scratch.list_ids + where, at, mask=is_listed)
 
 
 @triton.jit
@@ -279,89 +256,61 @@ def _last_id(source, key, kept, SIZE: tl.constexpr, VOCAB: tl.constexpr):
     return last
 
 
-@triton.jit(do_not_specialize=["stride"])
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _bound_kernel(
     logits,
     slots,
-    temperature,
-    top_k,
-    top_p,
-    is_greedy,
-    floats,
-    ints,
-    list_values,
-    list_ids,
+    columns,
+    scratch,
     stride,
     VOCAB: tl.constexpr,
-    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
     ROOM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
-    k, p, is_filtered = _filters_of(slot, top_k, top_p, is_greedy, VOCAB)
+    k, p, is_filtered = _filters_of(columns, slot, VOCAB)
     if is_filtered:
-        floats += row * FIELDS
-        ints += row * FIELDS
+        floats, ints = scratch.floats + row * FIELDS, scratch.ints + row * FIELDS
         top, low, high = tl.load(floats + TOP), tl.load(floats + LOW), tl.load(floats + HIGH)
         count_above, weight_above = tl.load(ints + COUNT_ABOVE), tl.load(floats + WEIGHT_ABOVE)
         inside = tl.load(ints + COUNT_INSIDE)
-        row_list, row_ids, row_logits = list_values + row * ROOM, list_ids + row * ROOM, logits + row * stride
-        source = (row_list, row_ids, inside <= ROOM, row_logits, tl.load(temperature + slot), inside, low, high, top)
+        values, ids = scratch.list_values + row * ROOM, scratch.list_ids + row * ROOM
+        temperature = tl.load(columns.temperature + slot)
+        source = (values, ids, inside <= ROOM, logits + row * stride, temperature, inside, low, high, top)
         end = tl.minimum(_ordered(high).to(tl.int64), _ordered(top).to(tl.int64) + 1)
         key, kept, target = _ordered(low), VOCAB, p * tl.load(floats + TOTAL)
         if k < VOCAB:
-            key = _greatest_key(source, key, end, count_above, k, True, SIZE, VOCAB)
-            more, weight = _over(source, key + 1, SIZE, VOCAB)
-            kept = tl.minimum(k - count_above - more, _equal(source, key, VOCAB, SIZE, VOCAB))
+            key = _greatest_key(source, key, end, count_above, k, True, BLOCK, VOCAB)
+            more, weight = _over(source, key + 1, BLOCK, VOCAB)
+            kept = tl.minimum(k - count_above - more, _equal(source, key, VOCAB, BLOCK, VOCAB))
             target = p * (weight_above + weight + kept * tl.exp(_float_of(key) - top))
         if p < 1.0:
-            share_key = _greatest_key(source, key, end, weight_above, target, False, SIZE, VOCAB)
-            _, weight = _over(source, share_key + 1, SIZE, VOCAB)
+            share_key = _greatest_key(source, key, end, weight_above, target, False, BLOCK, VOCAB)
+            _, weight = _over(source, share_key + 1, BLOCK, VOCAB)
             share_kept = (target - weight_above - weight) / tl.exp(_float_of(share_key) - top)
             share_kept = tl.maximum(tl.ceil(tl.minimum(share_kept, VOCAB * 1.0)).to(tl.int32), 1)
             kept = tl.where(share_key > key, share_kept, tl.minimum(kept, share_kept))
             key = share_key
         tl.store(floats + BOUND, _float_of(key))
-        tl.store(ints + LAST_ID, _last_id(source, key, kept, SIZE, VOCAB))
+        tl.store(ints + LAST_ID, _last_id(source, key, kept, BLOCK, VOCAB))
 
 
-def find_bounds(
-    logits: Tensor,
-    slots: Tensor,
-    filters: tuple[Tensor, Tensor, Tensor, Tensor],
-    floats: Tensor,
-    ints: Tensor,
-    counters: Tensor,
-    scratch: FilterScratch,
-) -> None:
+def find_bounds(row_args: tuple[Tensor, Tensor, SamplingColumns, SamplingScratch, int], shape: dict[str, Any]) -> None:
     """Write BOUND and LAST_ID of the rows that top_k or top_p cut.
 
     Args:
-        logits: [rows, vocab], rows contiguous.
-        slots: [rows] int32.
-        filters: temperature, top_k, top_p and is_greedy by slot.
-        floats, ints: [rows, FIELDS], the rows' state; TOP and TOTAL are there.
-        counters: [rows] int32, zeros, and zeros again afterwards.
-        scratch: its marks are set.
+        row_args: logits [rows, vocab], slots [rows], the slots' parameters, the scratch (where TOP, TOTAL and the first
+            marks stand), and the logits' stride.
+        shape: the kernels' arguments VOCAB, BLOCK, BLOCKS and PDL, and how to launch them.
     """
-    rows, vocab = logits.shape
-    blocks = triton.cdiv(vocab, BLOCK)
-    room = scratch.list_values.shape[1]
-    shape = {"VOCAB": vocab, "BLOCK": BLOCK, "BLOCKS": triton.next_power_of_2(blocks), "ROOM": room}
-    temperature, top_k, top_p, is_greedy = filters
-    row_args = (logits, slots, temperature, top_k, top_p, is_greedy, floats, ints)
+    rows, scratch = row_args[0].shape[0], row_args[3]
+    shape = {**shape, "ROOM": scratch.list_values.shape[1]}
+    grid = (triton.cdiv(shape["VOCAB"], shape["BLOCK"]), rows)
     for is_first in (True, False):
-        _count_kernel[(blocks, rows)](
-            *row_args,
-            scratch.marks,
-            scratch.counts,
-            scratch.weights,
-            counters,
-            logits.stride(0),
-            IS_FIRST=is_first,
-            num_warps=4,
-            **shape,
-        )
-    lists = (scratch.list_values, scratch.list_ids)
-    _list_kernel[(blocks, rows)](*row_args, scratch.counts, *lists, logits.stride(0), num_warps=4, **shape)
-    _bound_kernel[(rows,)](*row_args, *lists, logits.stride(0), VOCAB=vocab, SIZE=SIZE, ROOM=room, num_warps=8)
+        _count_kernel[grid](*row_args, IS_FIRST=is_first, num_warps=4, **shape)
+    _list_kernel[grid](*row_args, num_warps=4, **shape)
+    _bound_kernel[(rows,)](*row_args, num_warps=8, **shape)

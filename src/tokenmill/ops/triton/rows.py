@@ -1,11 +1,17 @@
-"""What the sampling kernels share: blocks of a row, and a row's state between kernels."""
+"""What the sampling kernels share: parameters, blocks of a row, and a row's state between kernels."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 BLOCK = 2048  # ids a program
+LIST_ROOM = 4096
+MARKS = tl.constexpr(16)
 
 # The state of a row: [rows, FIELDS] float32 ...
 FIELDS = tl.constexpr(8)
@@ -21,6 +27,64 @@ COUNT_INSIDE = tl.constexpr(1)  # ids in [LOW, HIGH)
 LOW_MARK = tl.constexpr(2)  # which mark LOW is
 HIGH_MARK = tl.constexpr(3)  # which mark HIGH is; -1: HIGH is infinity
 LAST_ID = tl.constexpr(4)
+
+
+class SamplingColumns(NamedTuple):
+    """The sampling parameters by slot, on the device."""
+
+    temperature: Tensor  # [slots] float32, over 0 unless greedy
+    top_k: Tensor  # [slots] integers; 0: all
+    top_p: Tensor  # [slots] float32; 1: all
+    min_p: Tensor  # [slots] float32; 0: all
+    seed: Tensor  # [slots] int64
+    is_greedy: Tensor  # [slots] bool
+
+
+class SamplingScratch(NamedTuple):
+    """Memory for one draw at a time; `counters` are 0 between draws. Of each block, unless said otherwise."""
+
+    floats: Tensor  # [rows, FIELDS], of the row
+    ints: Tensor  # [rows, FIELDS], of the row
+    counters: Tensor  # [rows], programs done
+    best: Tensor  # [rows, blocks], greatest scaled logit
+    places: Tensor  # [rows, blocks], its id
+    weights: Tensor  # [rows, blocks], sum of weights relative to the best
+    lowest: Tensor  # [rows, blocks], least scaled logit
+    scores: Tensor  # [rows, blocks], of the race
+    winners: Tensor  # [rows, blocks], of the race
+    marks: Tensor  # [rows, MARKS], of the row
+    mark_weights: Tensor  # [rows, blocks, MARKS], of the ids at or over each mark
+    mark_counts: Tensor  # [rows, blocks, MARKS]
+    list_values: Tensor  # [rows, list room], of the row
+    list_ids: Tensor  # [rows, list room], of the row
+
+
+def make_scratch(rows: int, vocab: int, device: torch.device, list_room: int = LIST_ROOM) -> SamplingScratch:
+    """Memory for draws of up to `rows` rows."""
+    blocks = triton.cdiv(vocab, BLOCK)
+
+    def floats(*shape: int) -> Tensor:
+        return torch.empty((rows, *shape), dtype=torch.float32, device=device)
+
+    def ints(*shape: int) -> Tensor:
+        return torch.zeros((rows, *shape), dtype=torch.int32, device=device)
+
+    return SamplingScratch(
+        floats=floats(FIELDS.value),
+        ints=ints(FIELDS.value),
+        counters=ints(),
+        best=floats(blocks),
+        places=ints(blocks),
+        weights=floats(blocks),
+        lowest=floats(blocks),
+        scores=floats(blocks),
+        winners=ints(blocks),
+        marks=floats(MARKS.value),
+        mark_weights=floats(blocks, MARKS.value),
+        mark_counts=ints(blocks, MARKS.value),
+        list_values=floats(list_room),
+        list_ids=ints(list_room),
+    )
 
 
 @triton.jit
