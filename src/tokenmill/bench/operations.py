@@ -114,7 +114,7 @@ class Operations:
 
     def _draws(self, rows: int) -> Iterator[Case]:
         table = SamplingTable(rows, self._upload)
-        sampler = make_sampler(table, self._spec, rows, self._device)
+        sampler = make_sampler(table, self._spec, rows, self._ops)
         slots = torch.arange(rows, dtype=torch.int32, device=self._device)
         last_tokens = torch.zeros(rows, dtype=torch.int64, device=self._device)
         num_bytes = rows * self._spec.vocab_size * self._dtype.itemsize

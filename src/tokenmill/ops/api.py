@@ -37,6 +37,7 @@ class Ops(Protocol):
     """Leaf compute. Results have the type of the first argument; sums are taken in float32 or wider."""
 
     name: str
+    has_pdl: bool  # whether kernels may start before the one before has ended
 
     def stage_tokens(
         self, columns: Tensor, updates: Tensor, last_tokens: Tensor, page_table: Tensor, page_size: int

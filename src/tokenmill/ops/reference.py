@@ -13,6 +13,7 @@ class ReferenceOps:
     """`ops.api.Ops` in plain torch."""
 
     name = "reference"
+    has_pdl = False
 
     def stage_tokens(
         self, columns: Tensor, updates: Tensor, last_tokens: Tensor, page_table: Tensor, page_size: int

@@ -13,7 +13,6 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from tokenmill.ops.triton.launch import start_and_wait
 from tokenmill.ops.triton.rows import (
@@ -73,6 +72,7 @@ def _count_kernel(
     PDL: tl.constexpr,
 ):
     start_and_wait(PDL)
+    columns, scratch = SamplingColumns(*columns), SamplingScratch(*scratch)
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     blocks = tl.num_programs(0)
     slot = tl.load(slots + row)
@@ -151,6 +151,7 @@ def _list_kernel(
     PDL: tl.constexpr,
 ):
     start_and_wait(PDL)
+    columns, scratch = SamplingColumns(*columns), SamplingScratch(*scratch)
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     blocks = tl.num_programs(0)
     slot = tl.load(slots + row)
@@ -270,6 +271,7 @@ def _bound_kernel(
     PDL: tl.constexpr,
 ):
     start_and_wait(PDL)
+    columns, scratch = SamplingColumns(*columns), SamplingScratch(*scratch)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     k, p, is_filtered = _filters_of(columns, slot, VOCAB)
@@ -299,15 +301,15 @@ def _bound_kernel(
         tl.store(ints + LAST_ID, _last_id(source, key, kept, BLOCK, VOCAB))
 
 
-def find_bounds(row_args: tuple[Tensor, Tensor, SamplingColumns, SamplingScratch, int], shape: dict[str, Any]) -> None:
+def find_bounds(row_args: tuple[Any, ...], scratch: SamplingScratch, shape: dict[str, Any]) -> None:
     """Write BOUND and LAST_ID of the rows that top_k or top_p cut.
 
     Args:
-        row_args: logits [rows, vocab], slots [rows], the slots' parameters, the scratch (where TOP, TOTAL and the first
-            marks stand), and the logits' stride.
+        row_args: logits [rows, vocab], slots [rows], the slots' parameters, the scratch, and the logits' stride.
+        scratch: TOP, TOTAL and the first marks stand there.
         shape: the kernels' arguments VOCAB, BLOCK, BLOCKS and PDL, and how to launch them.
     """
-    rows, scratch = row_args[0].shape[0], row_args[3]
+    rows = row_args[0].shape[0]
     shape = {**shape, "ROOM": scratch.list_values.shape[1]}
     grid = (triton.cdiv(shape["VOCAB"], shape["BLOCK"]), rows)
     for is_first in (True, False):

@@ -27,17 +27,17 @@ class TritonOps:
 
     def __init__(self, device: torch.device, *, has_pdl: bool = False) -> None:
         self._scratch = ProductScratch(device)
-        self._has_pdl = has_pdl
+        self.has_pdl = has_pdl
 
     def stage_tokens(
         self, columns: Tensor, updates: Tensor, last_tokens: Tensor, page_table: Tensor, page_size: int
     ) -> tuple[Tensor, Tensor]:
         """See `Ops.stage_tokens`."""
-        return stage_tokens(columns, updates, last_tokens, page_table, page_size, pdl=self._has_pdl)
+        return stage_tokens(columns, updates, last_tokens, page_table, page_size, pdl=self.has_pdl)
 
     def rotation(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
         """See `Ops.rotation`."""
-        return make_rotation(positions, frequencies, factor, pdl=self._has_pdl)
+        return make_rotation(positions, frequencies, factor, pdl=self.has_pdl)
 
     def linear(
         self,
@@ -129,4 +129,4 @@ class TritonOps:
         return result if residual is None else result.add_(residual)
 
     def _uses_pdl(self, x: Tensor) -> bool:
-        return self._has_pdl and x.shape[0] <= MAX_ROWS
+        return self.has_pdl and x.shape[0] <= MAX_ROWS

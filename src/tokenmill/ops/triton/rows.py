@@ -29,6 +29,7 @@ HIGH_MARK = tl.constexpr(3)  # which mark HIGH is; -1: HIGH is infinity
 LAST_ID = tl.constexpr(4)
 
 
+# Kernels get these as plain tuples, and name the members again: a kernel that is compiled ahead forgets their names.
 class SamplingColumns(NamedTuple):
     """The sampling parameters by slot, on the device."""
 

@@ -44,6 +44,7 @@ def _summarise_kernel(
     PDL: tl.constexpr,
 ):
     start_and_wait(PDL)
+    columns, scratch = SamplingColumns(*columns), SamplingScratch(*scratch)
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     blocks = tl.num_programs(0)
     slot = tl.load(slots + row)
@@ -96,6 +97,7 @@ def _race_kernel(
     PDL: tl.constexpr,
 ):
     start_and_wait(PDL)
+    columns, scratch = SamplingColumns(*columns), SamplingScratch(*scratch)
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     blocks = tl.num_programs(0)
     slot = tl.load(slots + row)
@@ -171,9 +173,9 @@ def sample_rows(
     has_filters = has_filters and vocab > 1  # the compiler fails at loops over a single id
     blocks = triton.cdiv(vocab, BLOCK)
     shape = {"VOCAB": vocab, "BLOCK": BLOCK, "BLOCKS": triton.next_power_of_2(blocks), "PDL": pdl, **pdl_options(pdl)}
-    row_args = (logits, slots, columns, scratch, logits.stride(0))
+    row_args = (logits, slots, tuple(columns), tuple(scratch), logits.stride(0))
     drawn = {"out_ids": out_ids, "last_tokens": last_tokens, "HAS_FILTERS": has_filters, "num_warps": 4}
     _summarise_kernel[(blocks, rows)](*row_args, **drawn, **shape)
     if has_filters:
-        find_bounds(row_args, shape)
+        find_bounds(row_args, scratch, shape)
     _race_kernel[(blocks, rows)](*row_args, positions, **drawn, **shape)
