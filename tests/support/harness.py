@@ -16,7 +16,7 @@ InputRow = tuple[int, int, Sequence[int]]  # slot, start, token ids
 
 
 class Harness:
-    """A model with a K/V pool whose pages lie scattered; what was never written holds NaN."""
+    """A model with a K/V pool whose pages lie scattered; what was never written holds NaN. On the default device."""
 
     def __init__(
         self,
@@ -31,8 +31,8 @@ class Harness:
         spec, pages = model.spec, -(-max_len // page_size)
         shape = (spec.num_layers, slots * pages * page_size, model.num_kv_heads, spec.head_dim)
         self.kv = KVCache(*(torch.full(shape, float("nan"), dtype=dtype) for _ in range(2)), page_size)
-        scattered = torch.randperm(slots * pages, generator=torch.Generator().manual_seed(1))
-        self.page_table = scattered.view(slots, pages)
+        scattered = torch.randperm(slots * pages, generator=torch.Generator().manual_seed(1), device="cpu")
+        self.page_table = scattered.view(slots, pages).to(self.kv.keys.device)
         self._model, self._backend = model, backend
 
     def logits(self, rows: Sequence[InputRow], *, of_all_tokens: bool = False) -> Tensor:

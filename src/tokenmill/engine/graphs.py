@@ -109,7 +109,7 @@ class DecodeGraphs:
         largest_first = sorted(missing, key=lambda its: -its[0])
         is_asked = self._asked in missing and self._graphs[self._asked[1]]
         self._capture(*(self._asked if is_asked else largest_first[0]))
-        if not self.has_missing() and self._has_room:
+        if not self.has_missing() and self._has_room and self._num_bytes:
             count = sum(map(len, self._graphs.values()))
             log.info("%d CUDA graphs captured in %.1f s, %d MiB", count, self._spent, self._num_bytes >> 20)
 

@@ -9,17 +9,16 @@ from pathlib import Path
 
 import torch
 
-from tokenmill.attention.base import AttentionBackend
 from tokenmill.attention.select import make_backend
-from tokenmill.config import ELEMENT_SIZE, ResolvedConfig, RunConfig, resolve, resolve_dtype
+from tokenmill.config import ELEMENT_SIZE, ResolvedConfig, RunConfig, resolve
 from tokenmill.engine.device import free_cuda_memory, measure_hardware, open_device
 from tokenmill.engine.engine import ModelEngine
-from tokenmill.models.base import CausalLM
+from tokenmill.engine.graphs import graph_bytes
+from tokenmill.engine.warm_up import compiled_ahead
 from tokenmill.models.load import load_model, random_model
-from tokenmill.ops.api import Ops
 from tokenmill.ops.select import make_ops
 from tokenmill.parallel.group import Group
-from tokenmill.spec import DTypeName, HardwareInfo, ModelSpec
+from tokenmill.spec import HardwareInfo, ModelSpec
 from tokenmill.weights.checkpoint import open_checkpoint
 from tokenmill.weights.hf_folder import read_spec
 
@@ -34,43 +33,40 @@ def load_engine(run: RunConfig, path: Path, group: Group) -> tuple[ModelEngine, 
         ConfigError: the configuration cannot work with this model on this machine.
     """
     hardware = measure_hardware(run.engine.device)
-    dtype = resolve_dtype(run, hardware)
-    torch.set_num_threads(run.engine.threads or hardware.num_threads)
-    started = time.perf_counter()
-    attention, ops, model = _load_model(run, path, group, hardware, dtype)
-    log.info("weights loaded in %.1f s", time.perf_counter() - started)
-    if hardware.device == "cuda":
-        hardware = dataclasses.replace(hardware, memory_bytes=free_cuda_memory())
-    config = dataclasses.replace(resolve(run, hardware, model.spec), attention=attention.name)
+    checkpoint = None if run.model.random_weights else open_checkpoint(path)
+    spec = read_spec(path) if checkpoint is None else checkpoint.spec
+    config = resolve(run, hardware, spec)  # what cannot work is refused before the weights are read
+    torch.set_num_threads(config.threads)
+    device, dtype = torch.device(config.device), getattr(torch, config.dtype)
+    attention = make_backend(run.engine.attention, spec, dtype, device, group.size)
+    ops = make_ops("triton" if device.type == "cuda" else "reference", device)
+    with compiled_ahead(spec, group, config):
+        started = time.perf_counter()
+        options = {"dtype": dtype, "group": group, "attention": attention, "ops": ops, "device": device}
+        with torch.inference_mode():
+            model = random_model(spec, **options) if checkpoint is None else load_model(checkpoint, **options)
+        log.info("weights loaded in %.1f s", time.perf_counter() - started)
+        if config.device == "cuda":
+            for_graphs = graph_bytes(spec, config.graph_max_batch, ELEMENT_SIZE[config.dtype])
+            log.info("%d MiB of device memory set aside for CUDA graphs", for_graphs >> 20)
+            hardware = dataclasses.replace(hardware, memory_bytes=max(free_cuda_memory() - for_graphs, 0))
+            config = resolve(run, hardware, spec)
+        config = dataclasses.replace(config, attention=attention.name)
+        _log(run, hardware, config, spec)
+        engine = ModelEngine(model, ops, attention, config, open_device(config))
+    while config.capture_first and engine.prepare():
+        pass
+    return engine, config, spec
+
+
+def _log(run: RunConfig, hardware: HardwareInfo, config: ResolvedConfig, spec: ModelSpec) -> None:
     reason = "chosen: the faster one here" if run.model.dtype == "auto" else "as asked"
-    threads = "" if hardware.device == "cuda" else f", {config.threads} threads"
-    log.info("%s%s, %s (%s), %s attention", hardware.name, threads, dtype, reason, config.attention)
-    per_token = model.spec.kv_bytes_per_token(ELEMENT_SIZE[dtype])
+    threads = "" if config.device == "cuda" else f", {config.threads} threads"
+    log.info("%s%s, %s (%s), %s attention", hardware.name, threads, config.dtype, reason, config.attention)
     log.info(
         "K/V pool: %d pages of %d tokens, up to %d MiB; %d tokens a request at most",
         config.num_pages,
         config.page_size,
-        config.pool_tokens * per_token >> 20,
+        config.pool_tokens * spec.kv_bytes_per_token(ELEMENT_SIZE[config.dtype]) >> 20,
         config.max_model_len,
     )
-    engine = ModelEngine(model, ops, attention, config, open_device(config))
-    if config.capture_first:
-        while engine.prepare():
-            pass
-    return engine, config, model.spec
-
-
-def _load_model(
-    run: RunConfig, path: Path, group: Group, hardware: HardwareInfo, dtype: DTypeName
-) -> tuple[AttentionBackend, Ops, CausalLM]:
-    checkpoint = None if run.model.random_weights else open_checkpoint(path)
-    spec = read_spec(path) if checkpoint is None else checkpoint.spec
-    device = torch.device(hardware.device)
-    torch_dtype = getattr(torch, dtype)
-    attention = make_backend(run.engine.attention, spec, torch_dtype, device, group.size)
-    ops = make_ops("triton" if device.type == "cuda" else "reference", device)
-    options = {"dtype": torch_dtype, "group": group, "attention": attention, "ops": ops, "device": device}
-    with torch.inference_mode():
-        if checkpoint is None:
-            return attention, ops, random_model(spec, **options)
-        return attention, ops, load_model(checkpoint, **options)

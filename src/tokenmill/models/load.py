@@ -44,10 +44,10 @@ def load_model(
     spec, shapes = checkpoint.spec, checkpoint.shapes
     if spec.num_layers > len(shapes):
         raise ModelUnreadable(f"{checkpoint.name} says {spec.num_layers} layers but holds only {len(shapes)} tensors")
-    _, planned = _build(spec, dtype, group, attention, ops, torch.device("meta"))
+    _, planned = build_model(spec, dtype, group, attention, ops, torch.device("meta"))
     _check(checkpoint.name, shapes, planned, spec)
     try:
-        model, sources = _build(spec, dtype, group, attention, ops, device)
+        model, sources = build_model(spec, dtype, group, attention, ops, device)
     except (RuntimeError, MemoryError) as error:
         size = sum(source.target.nbytes for source in planned.values())
         raise StartFailed(f"no memory for the model's {size / 2**30:.1f} GiB: free some, or take a smaller") from error
@@ -73,7 +73,7 @@ def random_model(
         ModelUnreadable: unknown family.
         ConfigError: the model does not divide by the group's size.
     """
-    model, sources = _build(spec, dtype, group, attention, ops, device)
+    model, sources = build_model(spec, dtype, group, attention, ops, device)
     generator = torch.Generator(device or "cpu").manual_seed(seed)
     for name, source in sources.items():
         if name.endswith("norm.weight"):
@@ -84,7 +84,7 @@ def random_model(
     return model
 
 
-def _build(
+def build_model(
     spec: ModelSpec,
     dtype: torch.dtype,
     group: Group,
@@ -92,6 +92,12 @@ def _build(
     ops: Ops | None,
     device: torch.device | None,
 ) -> tuple[CausalLM, Sources]:
+    """A model whose parameters hold nothing yet, and where in a checkpoint they are found.
+
+    Raises:
+        ModelUnreadable: unknown family.
+        ConfigError: the model does not divide by the group's size.
+    """
     if spec.family not in FAMILIES:
         raise ModelUnreadable(f"model family {spec.family!r} is not supported; known: {', '.join(FAMILIES)}")
     build = Build(spec, group, ops or make_ops("reference"), attention, dtype, device or torch.device("cpu"))
