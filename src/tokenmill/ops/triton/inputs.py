@@ -85,7 +85,7 @@ def stage_tokens(
 ) -> tuple[Tensor, Tensor]:
     """`Ops.stage_tokens`, in one launch; ids and places are int32. With `pdl`, the next kernel may start at once."""
     tokens = columns.shape[1]
-    input_ids, kv_slots = torch.empty((2, tokens), dtype=torch.int32, device=columns.device)
+    input_ids, kv_slots = (torch.empty(tokens, dtype=torch.int32, device=columns.device) for _ in range(2))
     if tokens or len(updates):
         _stage_kernel[(max(1, triton.cdiv(tokens, TOKENS)),)](
             columns,
