@@ -65,7 +65,7 @@ class ModelEngine:
         self._device = device
         self._state: DeviceState = allocate(config, model.spec, model.num_kv_heads, device.torch_device)
         self._table = SamplingTable(config.max_running + 1, device.upload)
-        self._sampler: Sampler = make_sampler(self._table, model.spec, config.max_running + 8, ops)
+        self._sampler: Sampler = make_sampler(self._table, model.spec, stage.padded_count(config.max_running + 8), ops)
         self._order = DecodeOrder([], [], [])
         self._graphs = self._make_graphs() if config.graph_max_batch and isinstance(attention, GraphAttention) else None
 
