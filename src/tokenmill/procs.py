@@ -128,8 +128,8 @@ class Supervisor:
         self._context = multiprocessing.get_context("spawn")
         self._children: list[_Child] = []
 
-    def start(self, plans: Sequence[ProcessPlan]) -> dict[str, Ready]:
-        """Spawn all at once and wait until every one is ready.
+    def start(self, plans: Sequence[ProcessPlan], meanwhile: Callable[[], object] = lambda: None) -> dict[str, Ready]:
+        """Spawn all at once, call `meanwhile`, and wait until every one is ready.
 
         Raises:
             StartFailed: one failed, died or took longer than the timeout (seconds); all are stopped by then.
@@ -137,6 +137,7 @@ class Supervisor:
         try:
             for plan in plans:
                 self._children.append(self._spawn(plan))
+            meanwhile()
             return self._wait_ready()
         except BaseException:
             self.stop(grace=1.0)

@@ -5,44 +5,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import logging
+import importlib
 import os
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from importlib import metadata
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
-import uvicorn
 import uvloop
-import zmq
 
 from tokenmill import log
 from tokenmill.config import RunConfig, ServerConfig
-from tokenmill.errors import ConfigError, Overloaded, TokenmillError, WorkerDied
+from tokenmill.errors import ConfigError
 from tokenmill.hub import resolve_model
-from tokenmill.procs import ProcessPlan, Ready, Supervisor
-from tokenmill.server.app import create_app
-from tokenmill.server.client import EngineClient, Inbox
-from tokenmill.server.routes import AppSettings
+from tokenmill.procs import ProcessPlan, Supervisor
 from tokenmill.text.settings import DetokenizerSettings, TokenizerSettings
-from tokenmill.wire.channel import PushChannel, address
-from tokenmill.wire.messages import Limits, ToScheduler, ToTokenizer
 from tokenmill.worker.settings import SchedulerSettings
 
 MAX_SOCKET_PATH = 107
 LONGEST_PIPE = "tokenizer-9999"
-FAREWELL = 2.0  # seconds for last events to reach the clients
-KEEP_ALIVE = 60
-
-logger = logging.getLogger(__name__)
 
 Planner = Callable[[RunConfig, ServerConfig, Path, Path], Sequence[ProcessPlan]]
 
@@ -91,8 +77,11 @@ def serve(run: RunConfig, server: ServerConfig, planner: Planner = plan_processe
         model = resolve_model(run.model.model, needs_weights=not run.model.random_weights)
         supervisor = Supervisor(server.start_timeout)
         try:
-            ready = supervisor.start(planner(run, server, model.path, directory))
-            running = _Running(server, server.served_model_name or model.name, listener, directory, ready, began)
+            app = partial(importlib.import_module, "tokenmill.server.running")
+            ready = supervisor.start(planner(run, server, model.path, directory), meanwhile=app)
+            from tokenmill.server.running import Running
+
+            running = Running(server, server.served_model_name or model.name, listener, directory, ready, began)
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 return runner.run(running.run(supervisor))
         finally:
@@ -163,146 +152,3 @@ def _check(server: ServerConfig) -> None:
     ):
         if not least <= value <= most:
             raise ConfigError(f"{flag} must be from {least:g} to {most:g}, not {value:g}")
-
-
-class _HttpServer(uvicorn.Server):
-    """uvicorn without signal handlers of its own, which tells when it is up."""
-
-    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._on_started = on_started
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._on_started()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-@dataclass
-class _Running:
-    """The time between "all processes are ready" and the exit code."""
-
-    server: ServerConfig
-    name: str
-    listener: socket.socket
-    directory: Path
-    ready: Mapping[str, Ready]
-    began: float
-
-    async def run(self, supervisor: Supervisor) -> int:
-        """Serve; returns the exit code."""
-        inbox = Inbox(self.directory)
-        context: zmq.Context[Any] = zmq.Context()
-        tokenizers = [
-            PushChannel[ToTokenizer](context, address(self.directory, f"tokenizer-{index}"))
-            for index in range(self.server.tokenizers)
-        ]
-        scheduler = PushChannel[ToScheduler](context, address(self.directory, "scheduler"))
-        limits = self._limits()
-        for tokenizer in tokenizers:
-            tokenizer.send(limits)
-        client = EngineClient(tokenizers, scheduler)
-        try:
-            return await self._supervise(client, inbox, supervisor)
-        finally:
-            for tokenizer in tokenizers:
-                tokenizer.close()
-            scheduler.close()
-            context.term()
-            inbox.close()
-
-    async def _supervise(self, client: EngineClient, inbox: Inbox, supervisor: Supervisor) -> int:
-        http = _HttpServer(self._http_config(client), self._say_ready)
-        asked, insisted = self._signals()
-        death = asyncio.create_task(supervisor.watch())
-        pump = asyncio.create_task(client.pump(inbox))
-        serving = asyncio.create_task(http.serve([self.listener]))
-        stopping = asyncio.create_task(asked.wait())
-        insisting = asyncio.create_task(insisted.wait())
-        tasks = {death, pump, serving, stopping, insisting}
-        try:
-            await asyncio.wait(tasks - {insisting}, return_when=asyncio.FIRST_COMPLETED)
-            http.should_exit = True
-            farewell: TokenmillError = Overloaded("the server is shutting down")
-            if stopping.done() and not death.done():
-                if not client.is_idle:
-                    grace = self.server.shutdown_grace
-                    logger.info("stopping; running requests get %g s, another Ctrl-C ends them", grace)
-                draining = asyncio.create_task(client.idle())
-                tasks.add(draining)
-                await asyncio.wait(
-                    {draining, death, insisting},
-                    timeout=self.server.shutdown_grace,
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-            if died := _death(asked.is_set(), death, pump, serving):
-                logger.error("%s; the server ends", died.message)
-                farewell = died
-            client.fail(farewell)
-            http.force_exit = insisting.done()
-            await asyncio.wait({serving}, timeout=FAREWELL)
-            return 1 if died else 0
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _limits(self) -> Limits:
-        info = self.ready["scheduler-0"].info
-        return Limits(max_model_len=info["max_model_len"], vocab_size=info["vocab_size"])
-
-    def _http_config(self, client: EngineClient) -> uvicorn.Config:
-        settings = AppSettings(
-            model=self.name,
-            max_model_len=self.ready["scheduler-0"].info["max_model_len"],
-            max_body_bytes=self.server.max_body_bytes,
-            sampling_defaults=self.ready["tokenizer-0"].info.get("sampling_defaults", {}),
-        )
-        return uvicorn.Config(
-            create_app(client, settings),
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            ws="none",
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE,
-        )
-
-    def _signals(self) -> tuple[asyncio.Event, asyncio.Event]:
-        """Events for the first and for a further SIGINT or SIGTERM."""
-        loop = asyncio.get_running_loop()
-        asked, insisted = asyncio.Event(), asyncio.Event()
-
-        def receive() -> None:
-            (insisted if asked.is_set() else asked).set()
-
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, receive)
-        return asked, insisted
-
-    def _say_ready(self) -> None:
-        host, port = self.listener.getsockname()[:2]
-        where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        seconds = time.monotonic() - self.began
-        version = metadata.version("tokenmill")
-        try:
-            print(f"tokenmill {version}: {self.name} ready at {where} in {seconds:.1f} s; Ctrl-C stops", flush=True)
-        except OSError:  # nobody reads it; the interpreter flushes once more at its end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _death(is_asked: bool, death: asyncio.Task[Any], *inner: asyncio.Task[None]) -> TokenmillError | None:
-    """Why the server cannot go on: a child ended, or a task of this process did."""
-    if death.done():
-        ended = death.result()
-        if is_asked and ended.exit_code == -signal.SIGTERM:
-            return None  # service managers send SIGTERM to the children too
-        return WorkerDied(f"the {ended.name} process has ended: {ended.reason}")
-    for task in inner:
-        if task.done() and (error := task.exception()):
-            logger.error("an internal error", exc_info=error)
-            return WorkerDied("the server process failed")
-    return None
