@@ -1,9 +1,9 @@
 """Programmatic dependent launch (CUDA programming guide, chapter of that name).
 
 A kernel launched with `pdl` may start while the kernel before it on the stream still runs. Between its start and
-`gdc_wait` it may read only what no kernel since the last ordinary launch writes: weights, positions, page table. As
-every such kernel lets the next one start at once, "the kernel before" may itself still be waiting; so each of them must
-wait, also one that reads nothing.
+`gdc_wait` it may read only what no kernel since the last ordinary launch writes: weights, and, as a step's embedding is
+an ordinary launch, the positions, angles and page table made before it. As every such kernel lets the next one start at
+once, "the kernel before" may itself still be waiting; so each of them must wait, also one that reads nothing.
 """
 
 from __future__ import annotations
