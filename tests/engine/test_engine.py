@@ -78,6 +78,15 @@ def test_replayed_steps_give_the_ids_of_eager_ones(loop, params):
         assert device.num_replays > 0
 
 
+@pytest.mark.parametrize("room", [0, 1, 2])
+def test_steps_for_which_memory_lacks_graphs_are_run_eagerly_or_by_larger_ones(room):
+    options = {"loop": "overlap", "num_pages": 256, "max_running": 8, "max_model_len": 64}
+    expected = generate(make_config(**options), CpuDevice(1), PROMPTS, PARAMS)
+    device = RerunDevice(room)
+    assert generate(make_config(**options, graph_max_batch=8), device, PROMPTS, PARAMS) == expected
+    assert device.num_captures == room
+
+
 def test_every_graph_is_captured_when_there_is_nothing_else_to_do():
     device = RerunDevice()
     engine = open_engine(make_config(graph_max_batch=8), device)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import torch
+
 from tokenmill.attention.base import RowLayout
 from tokenmill.attention.reference import ReferenceAttention
 from tokenmill.engine.device import Captured, CpuDevice
 
 
 class RerunDevice(CpuDevice):
-    def __init__(self):
+    def __init__(self, room=1000):
         super().__init__(threads=1)
-        self.num_captures = self.num_replays = 0
+        self.room, self.num_captures, self.num_replays = room, 0, 0
 
     def stage(self, numbers):
         return self.upload(numbers)
@@ -19,6 +21,8 @@ class RerunDevice(CpuDevice):
         return super().upload(numbers).clone()
 
     def capture(self, work):
+        if self.num_captures == self.room:
+            raise torch.OutOfMemoryError
         self.num_captures += 1
         output = work().clone()
 
