@@ -195,12 +195,15 @@ def compiled_ahead(spec: ModelSpec, group: Group, config: ResolvedConfig) -> Ite
     if mark is None or mark.has_file(MARK):
         yield
         return
-    from tokenmill.ops.triton.ops import TritonOps
-
     device = torch.device("cuda", torch.cuda.current_device())
-    attention = make_backend("triton", spec, getattr(torch, config.dtype), device, group.size)
-    ops = TritonOps(META, has_pdl=has_pdl(device))
-    compilation = Compilation(lambda: rehearse(spec, group, config, ops, attention), config.threads)
+
+    def rehearsal() -> None:
+        from tokenmill.ops.triton.ops import TritonOps
+
+        attention = make_backend("triton", spec, getattr(torch, config.dtype), device, group.size)
+        rehearse(spec, group, config, TritonOps(META, has_pdl=has_pdl(device)), attention)
+
+    compilation = Compilation(rehearsal, config.threads)
     try:
         yield
     except BaseException:
