@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.graphs import RerunDevice
-from tokenmill.engine.graphs import CAPTURE_SHARE, DecodeGraphs, Draw, batch_sizes, graph_bytes
+from tokenmill.engine.graphs import CAPTURE_SHARE, CaptureBudget, DecodeGraphs, Draw, batch_sizes, graph_bytes
 from tokenmill.spec import ModelSpec
 
 SPARE_SLOT, SPARE_PAGE = 99, 77
@@ -20,9 +20,8 @@ class Graphs(DecodeGraphs):
     def __init__(self, most, memory=1000):
         self.now, self.memory, self.order = 0.0, memory, []
         device = RerunDevice()
-        super().__init__(
-            self.compute, most, device, spare_slot=SPARE_SLOT, spare_page=SPARE_PAGE, clock=lambda: self.now
-        )
+        budget = CaptureBudget(device, clock=lambda: self.now)
+        super().__init__(self.compute, most, device, budget, spare_slot=SPARE_SLOT, spare_page=SPARE_PAGE)
 
     def compute(self, columns, updates, draw):
         rows = columns.shape[1]

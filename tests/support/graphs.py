@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import torch
 
 from tokenmill.attention.base import RowLayout
@@ -37,3 +39,17 @@ class CapturableAttention(ReferenceAttention):
     def plan_decode(self, slots, positions, page_table, page_size):
         ones = (1,) * len(slots)
         return self.plan(RowLayout(tuple(slots.tolist()), tuple(positions.tolist()), ones), page_table, page_size)
+
+    def table_length(self, num_tokens, num_rows):
+        return 1 + 3 * num_tokens
+
+    def tables(self, layout, num_tokens, num_rows, spare_slot):
+        rows = list(zip(layout.slots, layout.starts, layout.lengths, strict=True))
+        rows += [(spare_slot, 0, 1)] * (num_tokens - sum(layout.lengths))
+        numbers = array("i", [len(rows), *(number for row in rows for number in row)])
+        return numbers + array("i", [0]) * (self.table_length(num_tokens, num_rows) - len(numbers))
+
+    def plan_tables(self, tables, num_tokens, num_rows, page_table, page_size):
+        count = int(tables[0])
+        slots, starts, lengths = tables[1 : 1 + 3 * count].view(count, 3).T.tolist()
+        return self.plan(RowLayout(tuple(slots), tuple(starts), tuple(lengths)), page_table, page_size)

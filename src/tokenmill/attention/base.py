@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -77,6 +78,25 @@ class GraphAttention(Protocol):
             page_table: [slots, pages] int32.
             page_size: tokens a page.
         """
+
+
+@runtime_checkable
+class TableAttention(Protocol):
+    """A backend whose metadata of any step can be tables of a fixed length, so that steps alike in size share a graph.
+
+    Beside its real ones a step has padding tokens, the last of which stands for padding rows too.
+    """
+
+    def table_length(self, num_tokens: int, num_rows: int) -> int:
+        """How many int32 tell of a step of so many tokens and so many rows that draw."""
+
+    def tables(self, layout: RowLayout, num_tokens: int, num_rows: int, spare_slot: int) -> array[int] | None:
+        """The tables of a step, `table_length` numbers; None: its rows do not fit."""
+
+    def plan_tables(
+        self, tables: Tensor, num_tokens: int, num_rows: int, page_table: Tensor, page_size: int
+    ) -> AttentionMetadata:
+        """Metadata over tables on the device, whose contents change from replay to replay; part of what is captured."""
 
 
 @runtime_checkable

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -72,10 +73,7 @@ class TritonAttention:
 
     def plan(self, layout: RowLayout, page_table: Tensor, page_size: int) -> TritonMetadata:
         """See `AttentionBackend.plan`. At most one copy to the device, and no wait for it."""
-        ends = accumulate(layout.lengths)
-        columns = zip(layout.slots, layout.starts, layout.lengths, ends, strict=True)
-        rows = [PrefillRow(end - length, slot, start, length) for slot, start, length, end in columns]
-        singles = sorted((row for row in rows if row.length == 1), key=lambda row: row.start, reverse=True)
+        rows, singles = _rows_of(layout)
         gathered = tuple(row for row in rows if row.length >= self._gather_from)
         work = make_work((row for row in rows if 1 < row.length < self._gather_from), self._block_queries)
         tokens, slots, positions, items = _to_device(
@@ -98,6 +96,37 @@ class TritonAttention:
     def plan_decode(self, slots: Tensor, positions: Tensor, page_table: Tensor, page_size: int) -> TritonMetadata:
         """See `GraphAttention.plan_decode`. Rows read fastest when long contexts come first."""
         return TritonMetadata(page_table, page_size, self._cut(slots, positions), None, ())
+
+    def table_length(self, num_tokens: int, num_rows: int) -> int:
+        """See `TableAttention.table_length`."""
+        return 3 * num_rows + WORK_COLUMNS * self._num_items(num_tokens, num_rows)
+
+    def tables(self, layout: RowLayout, num_tokens: int, num_rows: int, spare_slot: int) -> array[int] | None:
+        """See `TableAttention.tables`: which tokens, slots and positions are single; then work."""
+        rows, singles = _rows_of(layout)
+        work = make_work((row for row in rows if row.length > 1), self._block_queries)
+        num_items = self._num_items(num_tokens, num_rows)
+        if len(singles) > num_rows or len(work) > num_items or any(row.length >= self._gather_from for row in rows):
+            return None
+        spare = num_rows - len(singles)
+        numbers = array("i", [row.first_token for row in singles] + [num_tokens - 1] * spare)
+        numbers.extend([row.slot for row in singles] + [spare_slot] * spare)
+        numbers.extend([row.start for row in singles] + [0] * spare)
+        numbers.extend(number for item in work for number in item)
+        numbers.extend([0] * (WORK_COLUMNS * (num_items - len(work))))
+        return numbers
+
+    def plan_tables(
+        self, tables: Tensor, num_tokens: int, num_rows: int, page_table: Tensor, page_size: int
+    ) -> TritonMetadata:
+        """See `TableAttention.plan_tables`."""
+        tokens, slots, positions = tables[: 3 * num_rows].view(3, num_rows)
+        work = tables[3 * num_rows :].view(-1, WORK_COLUMNS)
+        return TritonMetadata(page_table, page_size, self._cut(slots, positions, tokens), work, ())
+
+    def _num_items(self, num_tokens: int, num_rows: int) -> int:
+        """Work of chunks that draw, one begun block each, and of a few that do not."""
+        return num_tokens // self._block_queries + num_rows + 8
 
     def prepares(self, metadata: TritonMetadata) -> bool:
         """See `FusedAttention.prepares`: where all rows are of one query each."""
@@ -156,6 +185,13 @@ class TritonAttention:
         rows, kv_heads, dim = slots.shape[0], self._num_kv_heads, self._head_dim
         settings = decode_settings(rows, kv_heads, dim, self._element_size, self._num_sms)
         return plan_decode(slots, positions, settings, self._num_heads, kv_heads, dim, tokens)
+
+
+def _rows_of(layout: RowLayout) -> tuple[list[PrefillRow], list[PrefillRow]]:
+    """All rows; and those of one query, longest context first."""
+    columns = zip(layout.slots, layout.starts, layout.lengths, accumulate(layout.lengths), strict=True)
+    rows = [PrefillRow(end - length, slot, start, length) for slot, start, length, end in columns]
+    return rows, sorted((row for row in rows if row.length == 1), key=lambda row: row.start, reverse=True)
 
 
 def _to_device(lists: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:

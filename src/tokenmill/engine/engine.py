@@ -9,19 +9,20 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tokenmill.attention.base import AttentionBackend, GraphAttention
+from tokenmill.attention.base import AttentionBackend, GraphAttention, TableAttention
 from tokenmill.config import ResolvedConfig
 from tokenmill.engine import stage
 from tokenmill.engine.device import Device, GraphDevice, Pending, Work
-from tokenmill.engine.graphs import DecodeGraphs, Draw, room
+from tokenmill.engine.graphs import CaptureBudget, DecodeGraphs, Draw, room
 from tokenmill.engine.kv_pool import DeviceState, allocate
+from tokenmill.engine.mixed import MOST_TOKENS, MixedGraphs, MixedSize
 from tokenmill.layers.batch import ForwardBatch
 from tokenmill.models.base import CausalLM
 from tokenmill.ops.api import Ops
 from tokenmill.sampling.base import Sampler
 from tokenmill.sampling.batch import SamplingTable
 from tokenmill.sampling.select import make_sampler
-from tokenmill.sched.plan import StepPlan, StepResult
+from tokenmill.sched.plan import Row, StepPlan, StepResult
 from tokenmill.trace import Tracer
 
 
@@ -67,12 +68,18 @@ class ModelEngine:
         self._table = SamplingTable(config.max_running + 1, device.upload)
         self._sampler: Sampler = make_sampler(self._table, model.spec, stage.padded_count(config.max_running + 8), ops)
         self._order = DecodeOrder([], [], [])
-        self._graphs = self._make_graphs() if config.graph_max_batch and isinstance(attention, GraphAttention) else None
+        self._graphs = self._mixed = None
+        if config.graph_max_batch and isinstance(attention, GraphAttention):
+            assert isinstance(device, GraphDevice)
+            budget = CaptureBudget(device)
+            self._graphs = self._make_graphs(budget)
+            self._mixed = self._make_mixed(budget)
 
     def launch(self, plan: StepPlan) -> Handle:
         """Start a step and return at once; steps run in the order in which they are launched."""
         if self._graphs is None or not plan.is_decode or len(plan.rows) > self.config.graph_max_batch:
-            return Handle(plan.step, self._submit(plan, partial(self._run_eagerly, plan)), None)
+            work = self._run_eagerly if self._mixed is None or plan.num_tokens > MOST_TOKENS else self._replay_mixed
+            return Handle(plan.step, self._submit(plan, partial(work, plan)), None)
         order = self._order_rows(plan)
         return Handle(plan.step, self._submit(plan, partial(self._replay, plan, order)), order.places)
 
@@ -82,10 +89,11 @@ class ModelEngine:
 
     def prepare(self) -> bool:
         """See `Engine.prepare`: captures a graph."""
-        if self._graphs is None or not self._graphs.has_missing():
-            return False
-        self._device.submit(self._graphs.capture_next).wait()
-        return True
+        for graphs in (self._mixed, self._graphs):
+            if graphs is not None and graphs.has_missing():
+                self._device.submit(graphs.capture_next).wait()
+                return True
+        return False
 
     def _submit(self, plan: StepPlan, work: Work) -> Pending:
         return self._device.submit(work if self.tracer is None else self.tracer.watch(plan.step, work))
@@ -133,10 +141,7 @@ class ModelEngine:
         graph = self._graphs.get(len(rows), draw)
         if graph is None:
             return self._run_eagerly(replace(plan, rows=tuple(rows), openings=()))
-        updates = stage.page_triples(plan)
-        if len(updates) > 3 * room(graph):
-            stage.stage_tokens(self._device.upload(array("i")), self._device.upload(updates), self._state, self._ops)
-            updates = array("i")
+        updates = self._updates_for(plan, room(graph))
         tokens = array("i", [stage.LAST_SAMPLED if row.token_ids is None else row.token_ids[0] for row in rows])
         if self.tracer is not None:
             self.tracer.forward(plan.step)
@@ -146,7 +151,67 @@ class ModelEngine:
         _, positions, on_device = graph.numbers[: 3 * graph.batch].view(3, -1)[:, : len(rows)]
         return self._draw(output, on_device, positions, stage.Sampled.of(rows))
 
-    def _make_graphs(self) -> DecodeGraphs:
+    def _updates_for(self, plan: StepPlan, room: int) -> array[int]:
+        """The plan's page updates for a replay that takes `room`; if they are more, they go ahead of it."""
+        updates = stage.page_triples(plan)
+        if len(updates) <= 3 * room:
+            return updates
+        stage.stage_tokens(self._device.upload(array("i")), self._device.upload(updates), self._state, self._ops)
+        return array("i")
+
+    def _replay_mixed(self, plan: StepPlan) -> Tensor | None:
+        assert self._mixed is not None
+        self._table.open(stage.plan_openings(plan))
+        columns = stage.StepColumns.of(plan.rows)
+        slots = columns.draws[1]
+        draw = Draw.FILTERED if self._table.needs_filters(slots) else Draw.PLAIN
+        is_adjusted = self._table.needs_adjusting(slots)
+        graph = None if is_adjusted or not slots else self._mixed.get(plan.num_tokens, len(slots), draw)
+        numbers = None if graph is None else self._lay_out(plan, columns, graph.size)
+        if graph is None or numbers is None:
+            return self._run_eagerly(replace(plan, openings=()))
+        if self.tracer is not None:
+            self.tracer.forward(plan.step)
+        return self._mixed.replay(graph, numbers)[: len(slots)]
+
+    def _lay_out(self, plan: StepPlan, columns: stage.StepColumns, size: MixedSize) -> array[int] | None:
+        """The numbers of a step, padded to a graph's size; None: its rows do not fit."""
+        state = self._state
+        assert isinstance(self._attention, TableAttention)
+        tables = self._attention.tables(stage.layout_of(plan.rows), size.tokens, size.rows, state.spare_slot)
+        if tables is None:
+            return None
+        updates = self._updates_for(plan, size.updates)
+        columns.pad(size.tokens, size.rows, state.spare_slot)
+        spare_update = array("i", [state.spare_slot, 0, self.config.num_pages])
+        updates += spare_update * (size.updates - len(updates) // 3)
+        return columns.joined() + updates + tables
+
+    def _make_mixed(self, budget: CaptureBudget) -> MixedGraphs | None:
+        attention, device, state = self._attention, self._device, self._state
+        if not isinstance(attention, TableAttention) or not isinstance(device, GraphDevice):
+            return None
+
+        def body(numbers: Tensor, size: MixedSize, draw: Draw) -> Tensor:
+            parts = 3 * size.tokens, 3 * size.rows, 3 * size.updates, attention.table_length(size.tokens, size.rows)
+            tokens, draws, updates, tables = torch.split_with_sizes(numbers, parts)
+            _, positions, _ = tokens = tokens.view(3, -1)
+            ends, slots, lasts = draws.view(3, -1)
+            input_ids, kv_slots = stage.stage_tokens(tokens, updates, state, self._ops)
+            plan = attention.plan_tables(tables, size.tokens, size.rows, state.page_table, self.config.page_size)
+            logits = self._model.forward(ForwardBatch(input_ids, positions, kv_slots, ends, plan), state.kv)
+            is_filtered = draw is Draw.FILTERED
+            return self._sampler.draw(logits, slots, lasts, state.last_tokens, is_filtered=is_filtered)
+
+        def spare_numbers(size: MixedSize) -> array[int]:
+            row = Row(-1, state.spare_slot, 0, 1, (0,), is_sampled=True)
+            numbers = self._lay_out(StepPlan(-1, (row,)), stage.StepColumns.of((row,)), size)
+            assert numbers is not None
+            return numbers
+
+        return MixedGraphs(body, spare_numbers, self.config.max_running, device, budget)
+
+    def _make_graphs(self, budget: CaptureBudget) -> DecodeGraphs:
         assert isinstance(self._device, GraphDevice)
         assert isinstance(self._attention, GraphAttention)
         state, config = self._state, self.config
@@ -166,6 +231,7 @@ class ModelEngine:
             body,
             config.graph_max_batch,
             self._device,
+            budget,
             spare_slot=state.spare_slot,
             spare_page=config.num_pages,
         )

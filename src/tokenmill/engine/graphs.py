@@ -12,6 +12,7 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -60,6 +61,42 @@ def graph_bytes(spec: ModelSpec, most: int, element_size: int) -> int:
     return (most * widths + logits) * element_size + sum(len(batch_sizes(most, draw)) for draw in Draw) * DRIVER_BYTES
 
 
+class CaptureBudget:
+    """When a graph may be captured: while there is memory, and captures took steps a small share of the time."""
+
+    def __init__(self, device: GraphDevice, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._device = device
+        self._clock, self._began = clock, clock()
+        self._waited = 0.0  # seconds that steps waited for captures
+        self.has_room = True
+        self.spent, self.count, self.num_bytes = 0.0, 0, 0  # seconds, graphs and bytes, all in all
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a step may wait for a capture."""
+        return self.has_room and self._waited < CAPTURE_SHARE * (self._clock() - self._began)
+
+    def capture(self, work: Callable[[], Tensor], what: str, *, step_waits: bool) -> Captured | None:
+        """Capture `work`, which enqueues a step; None: there is no memory for it."""
+        began = self._clock()
+        captured = None
+        try:
+            captured = self._device.capture(work)
+            self.count += 1
+            self.num_bytes += captured.num_bytes
+        except torch.OutOfMemoryError:
+            self.has_room = False
+            log.warning(
+                "no memory for a CUDA graph of %s: none is captured any more, steps that lack one are slower; "
+                "lower --memory-fraction or --graph-max-batch",
+                what,
+            )
+        took = self._clock() - began
+        self.spent += took
+        self._waited += took if step_waits else 0.0
+        return captured
+
+
 class DecodeGraphs:
     """Graphs by batch size. Rows that a step lacks are filled with the spare slot, updates with its page."""
 
@@ -68,22 +105,18 @@ class DecodeGraphs:
         body: Body,
         most: int,
         device: GraphDevice,
+        budget: CaptureBudget,
         *,
         spare_slot: int,
         spare_page: int,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._body = body
-        self._device = device
+        self._device, self._budget = device, budget
         self._spare_row = (0, 0, spare_slot)
         self._spare_update = array("i", [spare_slot, 0, spare_page])
         self._sizes = {draw: batch_sizes(most, draw) for draw in Draw}
         self._graphs: dict[Draw, dict[int, DecodeGraph]] = {Draw.PLAIN: {}}  # of the ways of drawing asked for so far
         self._asked = self._sizes[Draw.PLAIN][-1], Draw.PLAIN
-        self._has_room = True
-        self._clock, self._began = clock, clock()
-        self._waited = self._spent = 0.0  # seconds: steps for captures, and captures in all
-        self._num_bytes = 0
 
     def get(self, rows: int, draw: Draw) -> DecodeGraph | None:
         """A graph for at least so many rows, at most the greatest batch; captured now if that is due. None: not yet."""
@@ -92,14 +125,15 @@ class DecodeGraphs:
         if size in graphs:
             return graphs[size]
         self._asked = size, draw
-        if self._has_room and self._waited < CAPTURE_SHARE * (self._clock() - self._began):
+        if self._budget.is_due:
             # The largest first: its memory is enough for all others, and it can stand in for them.
-            self._waited += self._capture(size if graphs else self._sizes[draw][-1], draw)
+            self._capture(size if graphs else self._sizes[draw][-1], draw, step_waits=True)
         return graphs.get(min((larger for larger in graphs if larger >= rows), default=0))
 
     def has_missing(self) -> bool:
         """Whether `capture_next` has anything to do."""
-        return self._has_room and any(len(graphs) < len(self._sizes[draw]) for draw, graphs in self._graphs.items())
+        has_room = self._budget.has_room
+        return has_room and any(len(graphs) < len(self._sizes[draw]) for draw, graphs in self._graphs.items())
 
     def capture_next(self) -> None:
         """Capture a graph that is missing: the one last asked for, else the largest."""
@@ -108,10 +142,10 @@ class DecodeGraphs:
         ]
         largest_first = sorted(missing, key=lambda its: -its[0])
         is_asked = self._asked in missing and self._graphs[self._asked[1]]
-        self._capture(*(self._asked if is_asked else largest_first[0]))
-        if not self.has_missing() and self._has_room and self._num_bytes:
-            count = sum(map(len, self._graphs.values()))
-            log.info("%d CUDA graphs captured in %.1f s, %d MiB", count, self._spent, self._num_bytes >> 20)
+        self._capture(*(self._asked if is_asked else largest_first[0]), step_waits=False)
+        budget = self._budget
+        if budget.num_bytes and not self.has_missing():
+            log.info("%d CUDA graphs captured in %.1f s, %d MiB", budget.count, budget.spent, budget.num_bytes >> 20)
 
     def replay(self, graph: DecodeGraph, columns: Sequence[array[int]], updates: array[int]) -> Tensor:
         """Run a step: one copy to the device, one launch.
@@ -133,29 +167,16 @@ class DecodeGraphs:
         graph.captured.replay()
         return graph.captured.output
 
-    def _capture(self, size: int, draw: Draw) -> float:
-        """Capture a graph if there is memory for it; seconds that it took."""
-        began = self._clock()
+    def _capture(self, size: int, draw: Draw, *, step_waits: bool) -> None:
         spare = array("i")
         for filler in self._spare_row:
             spare.extend([filler] * size)
         numbers = self._device.upload(spare + self._spare_update * (size + SPARE_UPDATES))
         columns, updates = numbers[: 3 * size].view(3, size), numbers[3 * size :].view(-1, 3)
-        try:
-            captured = self._device.capture(lambda: self._body(columns, updates, draw))
-        except torch.OutOfMemoryError:
-            self._has_room = False
-            log.warning(
-                "no memory for a CUDA graph of %d rows: none is captured any more, steps that lack one are slower; "
-                "lower --memory-fraction or --graph-max-batch",
-                size,
-            )
-        else:
+        body = partial(self._body, columns, updates, draw)
+        captured = self._budget.capture(body, f"{size} rows", step_waits=step_waits)
+        if captured is not None:
             self._graphs[draw][size] = DecodeGraph(captured, size, numbers)
-            self._num_bytes += captured.num_bytes
-        took = self._clock() - began
-        self._spent += took
-        return took
 
 
 def room(graph: DecodeGraph) -> int:

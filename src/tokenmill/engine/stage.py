@@ -8,9 +8,8 @@ steps, so that a step in flight never sees the next one's state.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from torch import Tensor
 
@@ -68,6 +67,51 @@ def padded_count(count: int) -> int:
     return -(-count // granule) * granule
 
 
+@dataclass(frozen=True, slots=True)
+class StepColumns:
+    """A step's rows as int32 columns."""
+
+    tokens: tuple[array[int], array[int], array[int]]  # token ids or LAST_SAMPLED, positions, slots
+    draws: tuple[array[int], array[int], array[int]]  # which token, slots, positions of the token before the drawn one
+
+    @staticmethod
+    def of(rows: Iterable[Row]) -> StepColumns:
+        """The columns of rows in their order."""
+        tokens, positions, slots = array("i"), array("i"), array("i")
+        ends, drawing, lasts = array("i"), array("i"), array("i")
+        for row in rows:
+            tokens.extend((LAST_SAMPLED,) if row.token_ids is None else row.token_ids)
+            positions.extend(range(row.start, row.start + row.length))
+            slots.extend([row.slot] * row.length)
+            if row.is_sampled:
+                ends.append(len(tokens) - 1)
+                drawing.append(row.slot)
+                lasts.append(row.start + row.length - 1)
+        return StepColumns((tokens, positions, slots), (ends, drawing, lasts))
+
+    def pad(self, num_tokens: int, num_draws: int, spare_slot: int) -> None:
+        """Let tokens of the spare slot follow, and draws for it."""
+        for columns, count, fillers in (
+            (self.tokens, num_tokens, (0, 0, spare_slot)),
+            (self.draws, num_draws, (0, spare_slot, 0)),
+        ):
+            for column, filler in zip(columns, fillers, strict=True):
+                column.extend([filler] * (count - len(column)))
+
+    def joined(self) -> array[int]:
+        """All columns behind one another."""
+        return sum((*self.tokens, *self.draws), array("i"))
+
+
+def layout_of(rows: Sequence[Row]) -> RowLayout:
+    """What attention needs to know of rows."""
+    return RowLayout(
+        slots=tuple(row.slot for row in rows),
+        starts=tuple(row.start for row in rows),
+        lengths=tuple(row.length for row in rows),
+    )
+
+
 def make_batch(
     plan: StepPlan,
     state: DeviceState,
@@ -81,37 +125,13 @@ def make_batch(
 
     Page updates of the plan are applied. With `is_padded`, tokens of the spare slot follow, and draws for it.
     """
-    rows = plan.rows
-    layout = RowLayout(
-        slots=tuple(row.slot for row in rows),
-        starts=tuple(row.start for row in rows),
-        lengths=tuple(row.length for row in rows),
-    )
-    tokens, positions, slots = array("i"), array("i"), array("i")
-    ends, drawing, lasts = array("i"), array("i"), array("i")
-    for row, end in zip(rows, accumulate(layout.lengths), strict=True):
-        tokens.extend((LAST_SAMPLED,) if row.token_ids is None else row.token_ids)
-        positions.extend(range(row.start, row.start + row.length))
-        slots.extend([row.slot] * row.length)
-        if row.is_sampled:
-            ends.append(end - 1)
-            drawing.append(row.slot)
-            lasts.append(row.start + row.length - 1)
+    columns = StepColumns.of(plan.rows)
     if is_padded:
-        _pad((tokens, positions, slots), (0, 0, state.spare_slot))
-        _pad((ends, drawing, lasts), (0, state.spare_slot, 0))
-    updates = page_triples(plan)
-    numbers = upload(tokens + positions + slots + updates + ends + drawing + lasts)
-    end_of_tokens, end_of_updates = 3 * len(tokens), 3 * len(tokens) + len(updates)
-    columns = numbers[:end_of_tokens].view(3, -1)
-    input_ids, kv_slots = stage_tokens(columns, numbers[end_of_tokens:end_of_updates], state, ops)
-    metadata = attention.plan(layout, state.page_table, state.kv.page_size)  # reads the page table
-    logits_indices, drawing_slots, last_positions = numbers[end_of_updates:].view(3, -1)
-    batch = ForwardBatch(input_ids, columns[1], kv_slots, logits_indices, metadata)
-    return batch, drawing_slots, last_positions
-
-
-def _pad(columns: tuple[array[int], ...], fillers: tuple[int, ...]) -> None:
-    spare = padded_count(len(columns[0])) - len(columns[0])
-    for column, filler in zip(columns, fillers, strict=True):
-        column.extend([filler] * spare)
+        columns.pad(padded_count(len(columns.tokens[0])), padded_count(len(columns.draws[0])), state.spare_slot)
+    num_tokens, num_draws = len(columns.tokens[0]), len(columns.draws[0])
+    numbers = upload(columns.joined() + page_triples(plan))
+    tokens, draws = numbers[: 3 * num_tokens].view(3, -1), numbers[3 * num_tokens :][: 3 * num_draws].view(3, -1)
+    input_ids, kv_slots = stage_tokens(tokens, numbers[3 * (num_tokens + num_draws) :], state, ops)
+    # What follows reads the page table.
+    metadata = attention.plan(layout_of(plan.rows), state.page_table, state.kv.page_size)
+    return ForwardBatch(input_ids, tokens[1], kv_slots, draws[0], metadata), draws[1], draws[2]
