@@ -109,6 +109,8 @@ def _attend(
     kv_head, item = tl.program_id(0), work + tl.program_id(1) * COLUMNS
     first_token, slot = tl.load(item).to(tl.int64), tl.load(item + 1).to(tl.int64)
     first, count = tl.load(item + 2), tl.load(item + 3)
+    if count == 0:
+        return
     context = first + count
     members, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     steps, heads = members // GROUP, kv_head * GROUP + members % GROUP  # a query's grouped heads stand together
