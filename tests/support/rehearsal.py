@@ -57,7 +57,7 @@ def main(family: str) -> None:
     attention = TritonAttention(
         scale=1.0, num_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16, num_sms=132, pdl=True
     )
-    ops = TritonOps(warm_up.META, has_pdl=True)
+    ops = TritonOps(has_pdl=True)
 
     def rehearse():
         warm_up.rehearse(spec, Group.solo(), config, ops, attention)

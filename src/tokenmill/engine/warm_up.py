@@ -77,7 +77,7 @@ class MetaDevice:
 
 
 def rehearse(spec: ModelSpec, group: Group, config: ResolvedConfig, ops: Ops, attention: AttentionBackend) -> None:
-    """Launch steps of every kind without computing any. `ops` make their scratch on `META`."""
+    """Launch steps of every kind without computing any."""
     spec = dataclasses.replace(spec, num_layers=1)
     config = dataclasses.replace(config, debug_checks=False)
     model, _ = build_model(spec, getattr(torch, config.dtype), group, attention, ops, META)
@@ -201,7 +201,7 @@ def compiled_ahead(spec: ModelSpec, group: Group, config: ResolvedConfig) -> Ite
         from tokenmill.ops.triton.ops import TritonOps
 
         attention = make_backend("triton", spec, getattr(torch, config.dtype), device, group.size)
-        rehearse(spec, group, config, TritonOps(META, has_pdl=has_pdl(device)), attention)
+        rehearse(spec, group, config, TritonOps(has_pdl=has_pdl(device)), attention)
 
     compilation = Compilation(rehearsal, config.threads)
     try:

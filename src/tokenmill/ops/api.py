@@ -77,7 +77,7 @@ class Ops(Protocol):
             weight: [out, in].
             bias: [out], or None.
             norm: applied to x first, or None.
-            residual: [tokens, out], or None.
+            residual: [tokens, out], or None. The result may be written over it: use it no more.
 
         Returns:
             [tokens, out].

@@ -25,5 +25,5 @@ def make_ops(name: str, device: torch.device | None = None) -> Ops:
     if name == "triton" and device is not None:
         from tokenmill.ops.triton.ops import TritonOps
 
-        return TritonOps(device, has_pdl=has_pdl(device))
+        return TritonOps(has_pdl=has_pdl(device))
     raise ConfigError(f"there are no operations called {name!r}; known: reference, triton")

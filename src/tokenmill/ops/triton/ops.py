@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+from functools import partial
+
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -11,12 +13,12 @@ from tokenmill.ops.triton.activation import silu_and_mul
 from tokenmill.ops.triton.gemv import GEMV_ROWS, choose_gemv, gemv
 from tokenmill.ops.triton.inputs import make_rotation, stage_tokens
 from tokenmill.ops.triton.norm import rms_norm
-from tokenmill.ops.triton.products import MAX_ROWS, ProductScratch, choose_product, product
+from tokenmill.ops.triton.products import MAX_ROWS, choose_product, product
 from tokenmill.ops.triton.qkv import prepare_qkv
 
 
 class TritonOps:
-    """For one stream: split products share one scratch.
+    """Kernels of this package, and the library.
 
     Norm, product, gate and residual are one kernel for few tokens; for many, and where `choose_product` says so, the
     product is the library's. With `has_pdl`, small steps overlap the end of each kernel with the start of the next (see
@@ -25,8 +27,7 @@ class TritonOps:
 
     name = "triton"
 
-    def __init__(self, device: torch.device, *, has_pdl: bool = False) -> None:
-        self._scratch = ProductScratch(device)
+    def __init__(self, *, has_pdl: bool = False) -> None:
         self.has_pdl = has_pdl
 
     def stage_tokens(
@@ -86,37 +87,21 @@ class TritonOps:
         is_gated: bool = False,
     ) -> Tensor | None:
         x, rows, pdl = x.contiguous(), x.shape[0], self._uses_pdl(x)
-        outputs, inputs = weight.shape[0] // 2 if is_gated else weight.shape[0], weight.shape[1]
-        weights, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        lines, inputs = weight.shape
+        norm_weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        compute: Callable[..., Tensor]
         if rows <= GEMV_ROWS:
-            return gemv(
-                x,
-                weight,
-                choose_gemv(rows, outputs, inputs, is_gated=is_gated),
-                bias=bias,
-                norm_weight=weights,
-                eps=eps,
-                residual=residual,
-                is_gated=is_gated,
-                pdl=pdl,
-            )
-        config = choose_product(rows, outputs, inputs, is_gated=is_gated)
-        if config is None or x.element_size() > 2:  # float32 is for checks: no matrix unit multiplies it exactly
-            return None
-        if weights is not None and not config.fuses_norm:
-            x, weights = rms_norm(x, weights, eps, pdl=pdl), None
-        return product(
-            x,
-            weight,
-            config,
-            self._scratch,
-            bias=bias,
-            norm_weight=weights,
-            eps=eps,
-            residual=residual,
-            is_gated=is_gated,
-            pdl=pdl,
-        )
+            outputs = lines // 2 if is_gated else lines
+            compute = partial(gemv, config=choose_gemv(rows, outputs, inputs, is_gated=is_gated))
+        else:
+            config = choose_product(rows, lines, inputs, is_gated=is_gated)
+            if config is None or x.element_size() > 2:  # float32 is for checks: no matrix unit multiplies it exactly
+                return None
+            if norm_weight is not None and not config.fuses_norm(inputs):
+                x, norm_weight = rms_norm(x, norm_weight, eps, pdl=pdl), None
+            compute = partial(product, config=config)
+        options = {"norm_weight": norm_weight, "eps": eps, "residual": residual, "is_gated": is_gated, "pdl": pdl}
+        return compute(x, weight, bias=bias, **options)
 
     def _library(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm | None, residual: Tensor | None
@@ -124,7 +109,7 @@ class TritonOps:
         if norm is not None:
             x = rms_norm(x, norm.weight, norm.eps, pdl=self._uses_pdl(x))
         if residual is not None and bias is None:
-            return torch.addmm(residual, x, weight.t())
+            return residual.addmm_(x, weight.t())
         result = F.linear(x, weight, bias)
         return result if residual is None else result.add_(residual)
 
