@@ -19,6 +19,9 @@ from tokenmill.ops.triton.rows import is_last_program
 
 LOG2_E = 1.4426950408889634
 BLOCK_BYTES = 16384  # of one K block of the small setting
+FEW_ROWS = 4
+MAX_PIECES = 32  # of one row alone
+WHOLE = 1 << 30  # a piece that no row is longer than
 PLANNED_ROWS = 512  # that one kernel serves without being compiled anew
 JOINED_NUMBERS = 32  # a thread, of pieces that are joined at once
 
@@ -35,23 +38,18 @@ COUNT = tl.constexpr(6)  # its row's pieces; 0: there is no such piece
 
 @dataclass(frozen=True, slots=True)
 class DecodeSettings:
-    """How a kernel is compiled, and into how many pieces contexts are cut.
-
-    A row's share of the pieces, rounded to the nearest, is its share of all rows' context.
-    """
+    """How a kernel is compiled, and into how many pieces contexts are cut."""
 
     block_n: int  # positions at a time
     num_warps: int
     num_stages: int
-    is_early: bool  # request the first block of K and V before the kernel before has ended
-    even_pieces: int  # of all rows together, about, where none is over 5/4 of the mean
-    ragged_pieces: int  # where one is
-    max_pieces: int  # of one row
-    least_piece: int  # positions
+    is_early: bool  # let the next kernel start at once, and read a block of K and V while the one before still runs
+    num_pieces: int  # rows longer than this part of all contexts together are cut evenly
+    least_piece: int  # positions; shorter rows stay whole
 
     def capacity(self, rows: int) -> int:
         """Pieces of so many rows, at most."""
-        return min(rows * self.max_pieces, rows + max(self.even_pieces, self.ragged_pieces))
+        return rows + self.num_pieces - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +66,22 @@ class DecodePlan:
 def decode_settings(rows: int, kv_heads: int, head_dim: int, element_size: int, num_sms: int) -> DecodeSettings:
     """By the number of rows, as measured on an H200 for 128 dimensions of bfloat16.
 
-    Few rows are cut so that all multiprocessors have work. From where rows and heads alone do that, rows of one length,
-    up to a fifth of them padding, stay whole, and long ones among short ones are cut, so that the longest does not
-    set the time. Many rows stay whole: the short ones behind the long ones keep the device busy.
+    Few rows are cut so that all multiprocessors have work. From where rows and heads alone do that, rows over 4/3 of
+    the mean are cut, so that the longest does not set the time; rows of one length, up to a fifth of them padding, stay
+    whole. Many rows stay whole: the short ones behind the long ones keep the device busy.
     """
     programs = rows * kv_heads
     block_n = max(16, BLOCK_BYTES // (padded_dim(head_dim) * element_size))
-    small, num_warps = min(64, block_n), 2 if element_size == 2 else 4
-    if programs > 7 * num_sms:
-        return DecodeSettings(min(128, 2 * block_n), 4, 3, False, 0, 0, 1, 0)
+    small = min(64, block_n)
     if programs > 2 * num_sms:
-        return DecodeSettings(small, num_warps, 3, False, rows + rows // 8, 2 * rows, 8, 0)
-    count = -(-4 * num_sms // kv_heads)
-    return DecodeSettings(small, 4, 5, True, count, count, 32, 128)
+        is_cut = programs <= 7 * num_sms
+        return DecodeSettings(
+            max(16, small // 2), 4, 4, False, rows - rows // 4 if is_cut else 1, 0 if is_cut else WHOLE
+        )
+    num_pieces = max(1, min(MAX_PIECES * rows, 4 * num_sms // kv_heads))
+    if rows <= FEW_ROWS:
+        return DecodeSettings(min(128, 2 * block_n), 4, 2, True, num_pieces, 128)
+    return DecodeSettings(small, 2 if element_size == 2 else 4, 2, True, num_pieces, small)
 
 
 def padded_dim(head_dim: int) -> int:
@@ -116,9 +117,8 @@ def plan_decode(
     )
     _cut[(1,)](
         positions, slots, slots if tokens is None else tokens, plan.pieces, plan.counters, rows, capacity,
-        plan.counters.numel(), settings.even_pieces, settings.ragged_pieces, settings.max_pieces, settings.least_piece,
-        HAS_TOKENS=tokens is not None, BLOCK_N=settings.block_n,
-        BLOCK_ROWS=max(PLANNED_ROWS, triton.next_power_of_2(rows)),
+        plan.counters.numel(), settings.num_pieces, settings.least_piece, HAS_TOKENS=tokens is not None,
+        BLOCK_N=settings.block_n, BLOCK_ROWS=max(PLANNED_ROWS, triton.next_power_of_2(rows)),
     )  # fmt: skip
     return plan
 
@@ -170,18 +170,18 @@ def decode_attention(
         GROUP=group, BLOCK_G=max(16, block_heads), BLOCK_HEADS=block_heads, HEAD_DIM=head_dim, BLOCK_D=block_d,
         BLOCK_N=settings.block_n, PAGE_SIZE=page_size, JOINED=min(max(joined, 2), 16),
         ROTARY_DIM=0 if rotation is None else cos.shape[-1], HAS_NORM=norms is not None,
-        IS_EARLY=settings.is_early and rotation is not None, PDL=pdl,
+        IS_EARLY=settings.is_early, PDL=pdl,
         num_warps=settings.num_warps, num_stages=settings.num_stages, **pdl_options(pdl),
     )  # fmt: skip
 
 
 @triton.jit(
-    do_not_specialize=["rows", "capacity", "num_counters", "even_pieces", "ragged_pieces", "max_pieces", "least_piece"],
+    do_not_specialize=["rows", "capacity", "num_counters", "num_pieces", "least_piece"],
     do_not_specialize_on_alignment=["positions", "slots", "tokens"],
 )
 def _cut(
-    positions, slots, tokens, pieces, counters, rows, capacity, num_counters, even_pieces, ragged_pieces, max_pieces,
-    least_piece, HAS_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    positions, slots, tokens, pieces, counters, rows, capacity, num_counters, num_pieces, least_piece,
+    HAS_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, BLOCK_ROWS)
     is_row = row < rows
@@ -189,12 +189,9 @@ def _cut(
     slot = tl.load(slots + row, mask=is_row, other=0)
     token = tl.load(tokens + row, mask=is_row, other=0) if HAS_TOKENS else row
     context = tl.where(is_row, position + 1, 0).to(tl.int64)
-    total = tl.sum(context, 0)
-    wanted = tl.where(4 * rows * tl.max(context, 0) > 5 * total, ragged_pieces, even_pieces)
-    share = (2 * wanted * context + total) // (2 * total)  # rounded to the nearest
-    count = tl.minimum(tl.maximum(share, 1), max_pieces)
-    length = tl.maximum(tl.cdiv(tl.cdiv(context, count), BLOCK_N) * BLOCK_N, least_piece)
-    length = tl.maximum(length, 1)
+    longest = tl.maximum(tl.cdiv(tl.sum(context, 0), num_pieces), least_piece)
+    length = tl.cdiv(context, tl.maximum(tl.cdiv(context, tl.maximum(longest, 1)), 1))
+    length = tl.maximum(tl.cdiv(length, BLOCK_N) * BLOCK_N, 1)
     count = tl.cdiv(context, length).to(tl.int32)
     end = tl.cumsum(count, 0)
     first = end - count
@@ -223,17 +220,15 @@ def _attend(
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr, JOINED: tl.constexpr,
     ROTARY_DIM: tl.constexpr, HAS_NORM: tl.constexpr, IS_EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
+    if PDL and IS_EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    if PDL and ROTARY_DIM == 0:
-        tl.extra.cuda.gdc_wait()  # the rows' own K and V come from the kernel before
     kv_head, number = tl.program_id(0), tl.program_id(1)
     piece = pieces + number * COLUMNS
-    count = tl.load(piece + COUNT)
-    if count == 0:
-        return
     token, slot = tl.load(piece + TOKEN).to(tl.int64), tl.load(piece + SLOT).to(tl.int64)
     position, start, stop = tl.load(piece + POSITION), tl.load(piece + START), tl.load(piece + STOP)
+    first, count = tl.load(piece + FIRST), tl.load(piece + COUNT)
+    if count == 0:
+        return
     table = page_table + slot * table_stride
     group, dims = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     heads = kv_head * GROUP + group
@@ -255,15 +250,18 @@ def _attend(
             partner_weight = tl.load(query_weight + partner, mask=is_column, other=0.0).to(tl.float32)
             own_key_weight = tl.load(key_weight + column, mask=is_column, other=0.0).to(tl.float32)
             partner_key_weight = tl.load(key_weight + partner, mask=is_column, other=0.0).to(tl.float32)
+        page = _load_page(table, start, stop, BLOCK_N, PAGE_SIZE)
         if IS_EARLY:
             k, v, is_seen = _load_block(
-                keys, values, table, start, stop, key_stride, value_stride, dims, HEAD_DIM, BLOCK_N, PAGE_SIZE
+                keys, values, page, start, stop, key_stride, value_stride, dims, HEAD_DIM, BLOCK_N, PAGE_SIZE
             )
+            page = _load_page(table, start + BLOCK_N, stop, BLOCK_N, PAGE_SIZE)
         if PDL:
             tl.extra.cuda.gdc_wait()
-        at = query + heads[:, None] * HEAD_DIM
-        raw = tl.load(at + column, mask=is_output, other=0.0)  # [group, dim]
-        other = tl.load(at + partner, mask=is_output, other=0.0)
+        member = tl.arange(0, BLOCK_HEADS)[:, None]
+        at, is_query = query + (kv_head * GROUP + member) * HEAD_DIM, (member < GROUP) & is_column
+        raw = tl.load(at + column, mask=is_query, other=0.0)  # [head, dim]
+        other = tl.load(at + partner, mask=is_query, other=0.0)
         at = query + (tl.num_programs(0) * GROUP + kv_head) * HEAD_DIM
         raw_key = tl.load(at + column, mask=is_own, other=0.0)  # [1, dim]
         other_key = tl.load(at + partner, mask=is_own, other=0.0)
@@ -277,6 +275,7 @@ def _attend(
         tl.store(keys + own_slot * key_stride + column, own_k, mask=is_own)
         tl.store(values + own_slot * value_stride + column, own_v, mask=is_own)
         has_own = tl.max(is_own.to(tl.int32), 1)  # [1]
+        q = tl.broadcast_to(q[None], [BLOCK_G // BLOCK_HEADS, BLOCK_HEADS, BLOCK_D]).reshape(BLOCK_G, BLOCK_D)
         score = tl.sum(q.to(tl.float32) * own_k.to(tl.float32), 1) * scale
         largest = tl.where(has_own > 0, score, -1e30)  # [group]
         total = has_own + tl.zeros([BLOCK_G], tl.float32)
@@ -285,21 +284,27 @@ def _attend(
             mixed, largest, total = _attend_block(mixed, largest, total, q, k, v, is_seen, scale)
             start += BLOCK_N
     else:
+        page = _load_page(table, start, stop, BLOCK_N, PAGE_SIZE)
+        if PDL:
+            tl.extra.cuda.gdc_wait()  # the rows' own K and V come from the kernel before
         q = tl.load(query + heads[:, None] * HEAD_DIM + column, mask=is_output, other=0.0)
         largest = tl.full([BLOCK_G], -1e30, tl.float32)  # finite: infinity minus infinity is no number
         total = tl.zeros([BLOCK_G], tl.float32)
         mixed = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     for begin in range(start, stop, BLOCK_N):
         k, v, is_seen = _load_block(
-            keys, values, table, begin, stop, key_stride, value_stride, dims, HEAD_DIM, BLOCK_N, PAGE_SIZE
+            keys, values, page, begin, stop, key_stride, value_stride, dims, HEAD_DIM, BLOCK_N, PAGE_SIZE
         )
+        page = _load_page(table, begin + BLOCK_N, stop, BLOCK_N, PAGE_SIZE)
         mixed, largest, total = _attend_block(mixed, largest, total, q, k, v, is_seen, scale)
+    if PDL and not IS_EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     mixed = mixed / total[:, None]  # [group, dim]; at least one position was seen, so that total is at least 1
     out += token * out_stride
     if count == 1:
         tl.store(out + heads[:, None] * HEAD_DIM + column, mixed.to(out.dtype.element_ty), mask=is_output)
     else:
-        num_heads, first = tl.num_programs(0) * GROUP, tl.load(piece + FIRST)
+        num_heads = tl.num_programs(0) * GROUP
         part = number * num_heads + heads  # [group]
         tl.store(partials + part[:, None] * HEAD_DIM + column, mixed, mask=is_output)
         tl.store(log_sums + part, largest + tl.log2(total), mask=group < GROUP)
@@ -311,18 +316,25 @@ def _attend(
 
 
 @triton.jit
+def _load_page(table, begin, stop, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr):
+    """The pages of positions from `begin` on: one, or [n]. Read one block ahead, K and V need not wait for them."""
+    if PAGE_SIZE % BLOCK_N == 0:
+        page = tl.load(table + begin // PAGE_SIZE, mask=begin < stop, other=0)
+    else:
+        place = begin + tl.arange(0, BLOCK_N)
+        page = tl.load(table + place // PAGE_SIZE, mask=place < stop, other=0)
+    return page.to(tl.int64)
+
+
+@triton.jit
 def _load_block(
-    keys, values, table, begin, stop, key_stride, value_stride, dims,
+    keys, values, page, begin, stop, key_stride, value_stride, dims,
     HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
     """K [dim, n] and V [n, dim] of positions from `begin` on, and which of them stand before `stop`, [n]."""
     place = begin + tl.arange(0, BLOCK_N)
     is_seen = place < stop  # what stands behind may never have been written, and pages may be missing
     has_dim = dims < HEAD_DIM
-    if PAGE_SIZE % BLOCK_N == 0:
-        page = tl.load(table + begin // PAGE_SIZE).to(tl.int64)
-    else:
-        page = tl.load(table + place // PAGE_SIZE, mask=is_seen, other=0).to(tl.int64)
     kv_slot = page * PAGE_SIZE + place % PAGE_SIZE  # [n]
     key_places = (kv_slot * key_stride)[None, :] + dims[:, None]
     value_places = (kv_slot * value_stride)[:, None] + dims[None, :]
