@@ -39,8 +39,12 @@ def choose_gemv(rows: int, outputs: int, inputs: int, *, is_gated: bool = False)
     the result: its weight has twice as many.
     """
     if inputs <= 1024:
-        return GemvConfig(8 if rows == 1 or is_gated else 4, 4, 1)
-    return GemvConfig(4, 4, 4 if rows <= 2 else 3)
+        return GemvConfig(8 if rows == 1 or is_gated or outputs > 4096 else 4, 4, 1)
+    if rows == 1 or inputs > 2 * outputs:
+        return GemvConfig(4, 4, 4 if rows <= 2 else 3)
+    if rows == 2:
+        return GemvConfig(8, 4, 2)
+    return GemvConfig(8, 2, 2) if outputs > inputs else GemvConfig(4, 4, 3)
 
 
 @triton.jit
