@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -45,24 +44,22 @@ class ProductConfig:
 def choose_product(rows: int, lines: int, inputs: int, *, is_gated: bool = False) -> ProductConfig | None:
     """The fastest way found on an H200 for x [rows, inputs] @ weight [lines, inputs] transposed; None is the library.
 
-    Few rows and a short weight: all that fits is read ahead. Else the weight streams through shared memory, which pays
-    if the programs keep most multiprocessors at work to the end, or if the library takes a norm and a gate as long.
+    A few rows and a small weight: the first blocks are held. Else the weight streams through shared memory, which pays
+    where the programs keep most multiprocessors busy to the end, and for short rows, where latency decides.
     """
-    is_small = lines * inputs <= 1 << 23
-    is_short = inputs <= 1024
-    if rows <= 8 and (is_small or lines <= 4096):
+    is_small, is_short = lines * inputs <= 1 << 23, inputs <= 1024
+    block_m = 8 if rows <= 8 else 16 if rows <= 16 else 32
+    can_hold = is_small or lines <= 4096
+    if rows > 8:
+        can_hold = is_small and rows <= 16 and lines <= (4096 if is_short else 2048)
+    if can_hold:
         if is_short:
-            return ProductConfig(8, 32, 512, 4, held=2, groups=4, swap=True)
-        held = triton.cdiv(inputs, 1024)
-        return ProductConfig(8, 16, 1024, 8, held=held if held <= 3 else 1, groups=8, swap=True)
-    if rows <= 16 and is_small and lines <= (4096 if is_short else 2048):
-        if is_short:
-            return ProductConfig(16, 32, 512, 4, held=2, groups=4, swap=True)
-        return ProductConfig(16, 16, 1024, 8, held=2, groups=8)
+            return ProductConfig(block_m, 32, 512, 4, held=2, groups=4, swap=True)
+        held = 2 if rows > 8 else triton.cdiv(inputs, 1024) if inputs <= 3072 else 1
+        return ProductConfig(block_m, 16, 1024, 8, held=held, groups=8, swap=rows <= 8)
     if rows <= 32:
-        is_one_wave = not is_short and lines <= 64 * PROCESSORS
-        block_k, num_stages = (256, 3) if is_one_wave else (128, 4)
-        config = ProductConfig(16 if rows <= 16 else 32, 64, block_k, 4, num_stages, swap=True)
+        block_k, num_stages = (256, 3) if not is_short and lines <= 64 * PROCESSORS else (128, 4)
+        config = ProductConfig(max(block_m, 16), 64, block_k, 4, num_stages, swap=True)
     elif rows <= 64 and is_small and is_short:
         config = ProductConfig(64, 64, 128, 4, num_stages=4, swap=True)
     elif rows <= 64:
@@ -87,7 +84,7 @@ def _product_kernel(
     residual,
     out,
     rows,
-    outputs,
+    lines,
     eps,
     INPUTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -102,22 +99,21 @@ def _product_kernel(
 ):
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     line = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-    is_line = line < (2 * outputs if IS_GATED else outputs)
     if IS_GATED:  # a row of the gate, then the row of up that goes with it
-        line = line // 2 + line % 2 * outputs
+        line = line // 2 + line % 2 * (lines // 2)
     FIRST: tl.constexpr = BLOCK_N if SWAP else BLOCK_M
     SECOND: tl.constexpr = BLOCK_M if SWAP else BLOCK_N
     if GROUPS == 1:
         k = tl.arange(0, BLOCK_K)[None, :]
-        at_m, at_line, is_line = m[:, None], line[:, None], is_line[:, None]
+        at_m, at_line = m[:, None], line[:, None]
         total, squares = tl.zeros([FIRST, SECOND], tl.float32), tl.zeros([BLOCK_M], tl.float32)
     else:
         k = (tl.arange(0, GROUPS) * (BLOCK_K // GROUPS))[:, None, None] + tl.arange(0, BLOCK_K // GROUPS)[None, None, :]
-        at_m, at_line, is_line = m[None, :, None], line[None, :, None], is_line[None, :, None]
+        at_m, at_line = m[None, :, None], line[None, :, None]
         total, squares = tl.zeros([GROUPS, FIRST, SECOND], tl.float32), tl.zeros([GROUPS, BLOCK_M], tl.float32)
     x += at_m * INPUTS
     weight += at_line.to(tl.int64) * INPUTS
-    is_row = at_m < rows
+    is_row, is_line = at_m < rows, at_line < lines
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     held, factors, values = (), (), ()
@@ -143,7 +139,19 @@ def _product_kernel(
         total = tl.trans(total)
     if norm_weight is not None:
         total *= tl.rsqrt(squares / INPUTS + eps)[:, None]
-    _finish(total, bias, residual, out, m, rows, outputs, BLOCK_N, IS_GATED)
+    if bias is not None:
+        total += tl.load(bias + line, mask=line < lines, other=0.0).to(tl.float32)[None, :]
+    if IS_GATED:
+        total = _gated(total)
+    WIDTH: tl.constexpr = total.shape[1]
+    n = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)[None, :]
+    outputs = lines // 2 if IS_GATED else lines
+    place = m[:, None] * outputs + n  # [BLOCK_M, WIDTH]
+    is_place = (m[:, None] < rows) & (n < outputs)
+    if residual is not None:
+        # `out` is `residual`: the program that writes an element is the only one that reads it.
+        total += tl.load(residual + place, mask=is_place, other=0.0).to(tl.float32)
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=is_place)
 
 
 @triton.jit
@@ -172,24 +180,9 @@ def _add(total, squares, value, w, factor, SWAP: tl.constexpr):
 
 
 @triton.jit
-def _finish(total, bias, residual, out, m, rows, outputs, BLOCK_N: tl.constexpr, IS_GATED: tl.constexpr):
-    WIDTH: tl.constexpr = BLOCK_N // 2 if IS_GATED else BLOCK_N
-    n = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)  # [WIDTH]
-    if IS_GATED:
-        gate, total = tl.split(tl.reshape(total, [total.shape[0], WIDTH, 2]))
-        if bias is not None:
-            gate += tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)[None, :]
-            bias += outputs
-    if bias is not None:
-        total += tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)[None, :]
-    if IS_GATED:
-        total *= gate / (1.0 + tl.exp(tl.minimum(-gate, 80.0)))
-    place = m[:, None] * outputs + n[None, :]  # [BLOCK_M, WIDTH]
-    is_place = (m < rows)[:, None] & (n < outputs)[None, :]
-    if residual is not None:
-        # `out` is `residual`: the program that writes an element is the only one that reads it.
-        total += tl.load(residual + place, mask=is_place, other=0.0).to(tl.float32)
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=is_place)
+def _gated(total):
+    gate, up = tl.split(tl.reshape(total, [total.shape[0], total.shape[1] // 2, 2]))
+    return up * gate / (1.0 + tl.exp(tl.minimum(-gate, 80.0)))
 
 
 def product(
@@ -209,23 +202,14 @@ def product(
     In order: x is normalised if there is a `norm_weight` [inputs]; the product; `bias` is added; if `is_gated`, the
     outputs are (gate, up) and the result silu(gate) * up; `residual` is added. All tensors are contiguous.
 
-    Args:
-        x: [rows, inputs], 16 bits wide.
-        weight: [outputs, inputs], or [2 * outputs, inputs] if gated.
-        config: from `choose_product`.
-        bias: one for each row of the weight, added.
-        norm_weight: [inputs], or None; None if the config does not fuse the norm.
-        eps: added to the mean square.
-        residual: [rows, outputs], added; the result is written over it.
-        is_gated: see above.
-        pdl: see `launch`; weights are read early.
+    The arguments are those of `gemv`, but x has any number of rows, 16 bits an element; `config` is from
+    `choose_product` and must fuse the norm if there is one; and the result is written over `residual`.
     """
     rows, inputs = x.shape
     lines = weight.shape[0]
-    outputs = lines // 2 if is_gated else lines
     if norm_weight is not None and not config.fuses_norm(inputs):
         raise ValueError(f"{config} cannot normalise rows of {inputs}")
-    out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device) if residual is None else residual
+    out = x.new_empty(rows, lines // 2 if is_gated else lines) if residual is None else residual
     _product_kernel[triton.cdiv(rows, config.block_m), triton.cdiv(lines, config.block_n)](
         x,
         weight,
@@ -234,7 +218,7 @@ def product(
         residual,
         out,
         rows,
-        outputs,
+        lines,
         eps,
         INPUTS=inputs,
         BLOCK_M=config.block_m,
