@@ -311,3 +311,22 @@ def test_each_page_is_sent_to_the_device_once(depth):
     run.finish()
     sent = [page for plan in run.plans for update in plan.page_updates for page in update.pages]
     assert len(sent) == 3 * run.scheduler.cache.num_pages_for(9 + 8 - 1)
+
+
+@pytest.mark.parametrize(("waiting", "tokens"), [(1, 2000), (2, 4000), (8, 8192)])
+def test_prompts_beside_decode_rows_come_in_small_chunks_unless_many_wait(waiting, tokens):
+    run = Run(num_pages=40_000, max_running=64, prefill_budget=8192, max_model_len=9000)
+    run.add(0, range(10), 100)
+    run.plan()
+    run.commit()
+    for uid in range(1, 1 + waiting):
+        run.add(uid, [uid] * 8000, 5)
+    decode, *chunks = run.plan().rows
+    assert decode.uid == 0
+    assert sum(row.length for row in chunks) == tokens
+
+
+def test_prompts_without_decode_rows_take_the_whole_budget():
+    run = Run(num_pages=40_000, max_running=64, prefill_budget=8192, max_model_len=9000)
+    run.add(0, range(8000), 5)
+    assert [row.length for row in run.plan().rows] == [8000]

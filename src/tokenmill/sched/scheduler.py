@@ -193,7 +193,7 @@ class Scheduler:
         """Decode rows and prompt chunks: running requests, oldest first, then newly admitted ones."""
         decodes: list[Row] = []
         chunks: list[Row] = []
-        budget = self.config.prefill_budget if prefill else 0
+        budget = self._prompt_budget(beside_decode=decode) if prefill else 0
         page_size, running = self.config.page_size, Status.RUNNING
         for request in list(self._running):
             start = request.computed_len
@@ -223,6 +223,18 @@ class Scheduler:
             chunks.append(self._make_row(request, start, start + length))
             budget -= length
         return decodes, chunks
+
+    def _prompt_budget(self, *, beside_decode: bool) -> int:
+        most = self.config.prefill_budget
+        has_prompts = self._waiting or self._was_prefill
+        if not beside_decode or not has_prompts or all(request.num_uncomputed > 1 for request in self._running):
+            return most
+        outstanding = sum(request.num_uncomputed for request in self._running if request.num_uncomputed > 1)
+        for request in self._waiting:
+            if outstanding >= 4 * most:
+                break
+            outstanding += request.num_uncomputed
+        return policy.prompt_budget(most, outstanding)
 
     def _make_row(self, request: Request, start: int, end: int) -> Row:
         known = len(request.token_ids)
