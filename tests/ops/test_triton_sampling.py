@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import random as py_random
 
 import pytest
@@ -14,19 +15,20 @@ from tokenmill.types import SamplingParams
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
-from tokenmill.ops.triton.noise import exponential, row_key  # noqa: E402
+from tokenmill.ops.triton import sampling  # noqa: E402
+from tokenmill.ops.triton.noise import log2_exponential, row_key  # noqa: E402
 from tokenmill.ops.triton.rows import LIST_ROOM, SamplingColumns, make_scratch  # noqa: E402
 from tokenmill.ops.triton.sampling import sample_rows  # noqa: E402
 
 ROWS = 200 if torch.cuda.is_available() else 10
-VOCAB = 4500  # three blocks, the last with a part of one
+VOCAB = 4500  # several blocks, the last with a part of one
 
 
 @triton.jit
-def noise_kernel(out, seed, position, first, BLOCK: tl.constexpr):
+def noise_kernel(out, seed, position, first, SIZE: tl.constexpr, IS_INTERPRETED: tl.constexpr):
     low, high = row_key(tl.load(seed), tl.load(position))
-    at = tl.arange(0, BLOCK)
-    tl.store(out + at, exponential(low, high, tl.load(first).to(tl.int32) + at))
+    number = log2_exponential(low, high, tl.load(first).to(tl.int32), SIZE, IS_INTERPRETED)
+    tl.store(out + tl.arange(0, SIZE), number)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**63 - 1, -5, 987654321])
@@ -35,9 +37,11 @@ def test_noise_is_the_samplers(seed, position):
     for first in (0, 262144 - 4096):
         arguments = [torch.tensor([value], device=DEVICE) for value in (seed, position, first)]
         found = poisoned(4096)
-        noise_kernel[(1,)](found, *arguments, BLOCK=4096)
+        noise_kernel[(1,)](found, *arguments, SIZE=4096, IS_INTERPRETED=DEVICE.type == "cpu")
         expected = exponential_twin(*arguments[:2], torch.arange(first, first + 4096, device=DEVICE))[0]
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+        found = found.exp2() * math.log(2)
+        few_bits = 1.5 * 2.0**-24 * expected.exp()  # of what is left of 1
+        assert ((found - expected).abs() <= 1e-5 * expected + few_bits).all()
 
 
 def draw(
@@ -59,7 +63,7 @@ def draw(
         out,
         last,
         scratch,
-        has_filters=any((its.top_k > 0 or its.top_p < 1) and not its.is_greedy for its in params),
+        has_filters=table.needs_filters(range(rows)),
     )
     assert torch.equal(last[slots.long()], out)
     assert last[rows] == -7
@@ -73,7 +77,7 @@ def any_params(seed: int, *, has_filters: bool) -> list[SamplingParams]:
         SamplingParams(
             seed=choose.getrandbits(60),
             temperature=choose.choice([0.0, 0.6, 1.0, 2.0]),
-            min_p=choose.choice([0.0, 0.0, 0.02, 0.3]),
+            min_p=choose.choice([0.0, 0.0, 0.02, 0.3]) if has_filters else 0.0,
             top_k=choose.choice([0, 0, 1, 3, 40, VOCAB // 2, VOCAB + 1]) if has_filters else 0,
             top_p=choose.choice([1.0, 0.0, 0.2, 0.9, 0.999]) if has_filters else 1.0,
         )
@@ -93,6 +97,18 @@ def test_plain_draws_from_bfloat16():
     assert found == expected
 
 
+def test_a_program_may_see_several_blocks(monkeypatch):
+    monkeypatch.setattr(sampling, "PROGRAMS", 2 * ROWS)
+    found, expected = draw(random(ROWS, VOCAB), any_params(4, has_filters=False), [9] * ROWS)
+    assert found == expected
+
+
+def test_draws_with_min_p_alone_are_the_samplers():
+    params = [SamplingParams(seed=seed, temperature=2.0, min_p=0.3 * (seed % 2)) for seed in range(ROWS)]
+    found, expected = draw(random(ROWS, VOCAB), params, [2] * ROWS)
+    assert found == expected
+
+
 @pytest.mark.parametrize(("spread", "room"), [(0.01, 4096), (1.0, 4096), (3.0, 4096), (1.0, 32)])
 def test_filtered_draws_are_the_samplers(spread, room):
     logits = random(ROWS, VOCAB, seed=3) * spread
@@ -101,8 +117,9 @@ def test_filtered_draws_are_the_samplers(spread, room):
 
 
 @pytest.mark.parametrize("vocab", [1, 7, 2048])
-def test_vocabularies_of_one_block(vocab):
-    params = [SamplingParams(seed=seed, top_k=seed % 3, top_p=0.8) for seed in range(6)]
+@pytest.mark.parametrize("filters", [{}, {"top_k": 2, "top_p": 0.8}])
+def test_vocabularies_of_one_block(vocab, filters):
+    params = [SamplingParams(seed=seed, **filters) for seed in range(6)]
     found, expected = draw(random(6, vocab), params, [1] * 6)
     assert found == expected
 
@@ -117,11 +134,31 @@ def test_of_equal_logits_the_lowest_ids_are_kept(room):
     assert set(drawn) == {1000, 1001}
 
 
-def test_greedy_takes_the_first_of_equals():
+@pytest.mark.parametrize("programs", [1, 2048])
+def test_greedy_takes_the_first_of_equals(monkeypatch, programs):
+    monkeypatch.setattr(sampling, "PROGRAMS", programs)
     logits = torch.zeros(3, VOCAB, device=DEVICE)
-    logits[0, [900, 3000]] = 5
+    logits[0, [900, 1030, 3000]] = 5
     logits[1, [4499, 4498]] = 5
     assert draw(logits, [SamplingParams(temperature=0.0)] * 3, [0] * 3)[0] == [900, 4498, 0]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter
+@pytest.mark.parametrize("vocab", [1, 33, VOCAB])
+@pytest.mark.parametrize("fill", [float("nan"), float("inf"), float("-inf")])
+def test_logits_that_are_no_numbers_still_give_an_id(fill, vocab):
+    params = [SamplingParams(seed=seed, temperature=0.5 * seed) for seed in range(2)]
+    for more in ([], [SamplingParams(seed=9, min_p=0.1), SamplingParams(seed=9, top_k=5, top_p=0.5)]):
+        rows = [*params, *more]
+        drawn, _ = draw(torch.full((len(rows), vocab), fill, device=DEVICE), rows, [0] * len(rows))
+        assert all(0 <= token < vocab for token in drawn)
+
+
+def test_noise_is_finite_where_rounding_would_make_it_endless():
+    arguments = [torch.tensor([value], device=DEVICE) for value in (6, 0, 2985620)]
+    found = poisoned(1)
+    noise_kernel[(1,)](found, *arguments, SIZE=1, IS_INTERPRETED=DEVICE.type == "cpu")
+    assert 15 < found.exp2() * math.log(2) < 17
 
 
 def test_forbidden_ids_are_never_drawn():

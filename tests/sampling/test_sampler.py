@@ -172,6 +172,17 @@ def test_a_slot_forgets_the_request_before():
     assert sample(row, table, [0], [0]).tolist() == [6]
 
 
+def test_min_p_is_a_filter_that_needs_no_order():
+    table = SamplingTable(3, upload)
+    table.open(
+        [(0, SamplingParams(), 0, ()), (1, SamplingParams(min_p=0.1), 0, ()), (2, SamplingParams(top_p=0.9), 0, ())]
+    )
+    assert [table.needs_filters([slot]) for slot in range(3)] == [False, True, True]
+    assert [table.is_filtered_slot(slot) for slot in range(3)] == [False, False, True]
+    table.open([(1, SamplingParams(temperature=0, min_p=0.1), 0, ()), (2, SamplingParams(), 0, ())])
+    assert not table.needs_filters(range(3))
+
+
 def naive_draw(row: torch.Tensor, params: SamplingParams, position: int) -> int:
     """The same draw by its definition, in float64 over all ids."""
     probabilities, order = (row.double() / params.temperature).softmax(-1).sort(descending=True)

@@ -23,7 +23,7 @@ class Sampler(Protocol):
             slots: [rows] integers.
             positions: [rows] integers, of the tokens before those drawn.
             last_tokens: [slots] int64, written at `slots`.
-            is_filtered: whether any row has top_k or top_p.
+            is_filtered: whether any row has top_k, top_p or min_p, which may be ignored otherwise.
 
         Returns:
             ids [rows] int64.

@@ -35,7 +35,7 @@ class SamplingTable:
         self.seed = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.is_greedy = torch.ones(num_slots, dtype=torch.int32, device=device)
         self._greedy_slots = [True] * num_slots
-        self._filtered_slots: set[int] = set()
+        self._filtered_slots: dict[int, bool] = {}  # the slots with filters; whether tokens' order matters to them
         self._bias: dict[int, tuple[Tensor, Tensor]] = {}
         self._blocked: dict[int, tuple[int, Tensor]] = {}
 
@@ -51,9 +51,10 @@ class SamplingTable:
             )  # fmt: skip
             numbers.frombytes(packed)
             self._greedy_slots[slot] = params.is_greedy
-            self._filtered_slots.discard(slot)
-            if not params.is_greedy and (params.top_k > 0 or params.top_p < 1.0):
-                self._filtered_slots.add(slot)
+            self._filtered_slots.pop(slot, None)
+            is_ranked = params.top_k > 0 or params.top_p < 1.0
+            if not params.is_greedy and (is_ranked or params.min_p > 0.0):
+                self._filtered_slots[slot] = is_ranked
             self._open_sparse(slot, params, prompt_len, blocked_ids)
         rows = self._upload(numbers).view(-1, COLUMNS)
         slots = rows[:, 0].long()
@@ -70,11 +71,11 @@ class SamplingTable:
 
     def is_filtered_slot(self, slot: int) -> bool:
         """Whether the slot draws and needs its tokens in order of probability (top_k or top_p)."""
-        return slot in self._filtered_slots
+        return self._filtered_slots.get(slot, False)
 
     def needs_filters(self, slots: Iterable[int]) -> bool:
-        """Whether `is_filtered_slot` holds for any of these slots."""
-        return bool(self._filtered_slots) and not self._filtered_slots.isdisjoint(slots)
+        """Whether any of these slots draws with top_k, top_p or min_p."""
+        return bool(self._filtered_slots) and not self._filtered_slots.keys().isdisjoint(slots)
 
     def needs_adjusting(self, slots: Sequence[int]) -> bool:
         """Whether `adjust` has anything to do for these slots."""

@@ -9,7 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 2048  # ids a program
+BLOCK = 2048  # ids at a time
+PLAIN_BLOCK = 1024  # without filters
+GROUP = tl.constexpr(8)  # ids of which the race remembers the best one's score only
 LIST_ROOM = 4096
 MARKS = tl.constexpr(16)
 
@@ -48,11 +50,10 @@ class SamplingScratch(NamedTuple):
     ints: Tensor  # [rows, FIELDS], of the row
     counters: Tensor  # [rows], programs done
     best: Tensor  # [rows, blocks], greatest scaled logit
-    places: Tensor  # [rows, blocks], its id
     weights: Tensor  # [rows, blocks], sum of weights relative to the best
     lowest: Tensor  # [rows, blocks], least scaled logit
-    scores: Tensor  # [rows, blocks], of the race
-    winners: Tensor  # [rows, blocks], of the race
+    scores: Tensor  # [rows, blocks of PLAIN_BLOCK], of the race
+    places: Tensor  # [rows, blocks of PLAIN_BLOCK], first id of the group with that score
     marks: Tensor  # [rows, MARKS], of the row
     mark_weights: Tensor  # [rows, blocks, MARKS], of the ids at or over each mark
     mark_counts: Tensor  # [rows, blocks, MARKS]
@@ -75,11 +76,10 @@ def make_scratch(rows: int, vocab: int, device: torch.device, list_room: int = L
         ints=ints(FIELDS.value),
         counters=ints(),
         best=floats(blocks),
-        places=ints(blocks),
         weights=floats(blocks),
         lowest=floats(blocks),
-        scores=floats(blocks),
-        winners=ints(blocks),
+        scores=floats(triton.cdiv(vocab, PLAIN_BLOCK)),
+        places=ints(triton.cdiv(vocab, PLAIN_BLOCK)),
         marks=floats(MARKS.value),
         mark_weights=floats(blocks, MARKS.value),
         mark_counts=ints(blocks, MARKS.value),
@@ -89,9 +89,15 @@ def make_scratch(rows: int, vocab: int, device: torch.device, list_room: int = L
 
 
 @triton.jit
+def row_logits(logits, at, VOCAB: tl.constexpr):
+    """The logits of a row at `at`; -inf beyond the vocabulary."""
+    return tl.load(logits + at, mask=at < VOCAB, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
 def scaled_logits(logits, at, VOCAB: tl.constexpr, temperature):
-    """The logits of a row at `at` over the temperature, rounded as torch rounds; -inf beyond the vocabulary."""
-    value = tl.load(logits + at, mask=at < VOCAB, other=float("-inf")).to(tl.float32)
+    """`row_logits` over the temperature, rounded as torch rounds."""
+    value = row_logits(logits, at, VOCAB)
     return tl.div_rn(value, tl.zeros_like(value) + temperature) + 0.0  # -0.0 becomes 0.0: one key, one value
 
 
