@@ -21,12 +21,12 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 ARCHITECTURES = ["LlamaForCausalLM", "Qwen3ForCausalLM"]
 POOL = {"num_pages": 4096, "max_running": 32, "graph_max_batch": 24}
-PROMPTS = [[5 + (7 * i + j * j) % 250 for j in range(1 + 5 * i % 97)] for i in range(64)]
+PROMPTS = [[5 + (7 * i + j * j) % 250 for j in range(1 + 5 * i % 97)] for i in range(40)]
 PARAMS = [
-    SamplingParams(temperature=0, max_tokens=12 + 3 * (i % 9), ignore_eos=True)
+    SamplingParams(temperature=0, max_tokens=6 + 2 * (i % 9), ignore_eos=True)
     if i % 4
     else SamplingParams(temperature=0.8, seed=i, max_tokens=20, ignore_eos=True, top_p=0.9 if i % 8 else 1.0)
-    for i in range(64)
+    for i in range(40)
 ]
 
 
@@ -55,16 +55,23 @@ def no_waiting():
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("loop", ["serial", "overlap"])
-@pytest.mark.parametrize("graphs", ["none", "first", "behind"])
-@pytest.mark.parametrize("attention", ["triton", "reference"])
+@pytest.mark.parametrize(
+    ("loop", "graphs", "attention"),
+    [
+        ("serial", "none", "triton"),
+        ("overlap", "none", "reference"),
+        ("serial", "behind", "triton"),
+        ("overlap", "first", "triton"),
+        ("overlap", "behind", "triton"),
+    ],
+)
 def test_mixed_requests_get_the_ids_that_each_gets_alone_on_the_cpu(tiny, truth, loop, graphs, attention):
     options = POOL | ({"graph_max_batch": 0} if graphs == "none" else {})
     with LLM(
         tiny, device="cuda", dtype="float32", loop=loop, attention=attention, capture_first=graphs == "first", **options
     ) as llm:
-        assert generate(llm) == truth
-        assert generate(llm) == truth
+        for _ in range(2 if graphs == "behind" else 1):
+            assert generate(llm) == truth
 
 
 def test_graphs_are_captured_behind_live_traffic_and_in_idle_moments(tiny, truth):
