@@ -46,8 +46,8 @@ class SamplingTable:
         numbers = array("i")
         for slot, params, prompt_len, blocked_ids in openings:
             packed = struct.pack(
-                "<ififfiq", slot, params.temperature, max(params.top_k, NO_LIMIT), params.top_p, params.min_p,
-                params.is_greedy, params.seed or 0,
+                "<ififfiq", slot, 1.0 if params.is_greedy else params.temperature, max(params.top_k, NO_LIMIT),
+                params.top_p, params.min_p, params.is_greedy, params.seed or 0,
             )  # fmt: skip
             numbers.frombytes(packed)
             self._greedy_slots[slot] = params.is_greedy

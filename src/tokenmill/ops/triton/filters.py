@@ -16,6 +16,7 @@ import triton.language as tl
 
 from tokenmill.ops.triton.launch import start_and_wait
 from tokenmill.ops.triton.rows import (
+    BLOCK,
     BOUND,
     COUNT_ABOVE,
     COUNT_INSIDE,
@@ -65,8 +66,6 @@ def _count_kernel(
     scratch,
     stride,
     VOCAB: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
     ROOM: tl.constexpr,
     IS_FIRST: tl.constexpr,
     PDL: tl.constexpr,
@@ -97,8 +96,8 @@ def _count_kernel(
         tl.store(scratch.mark_counts + base + block * MARKS + index, count_over)
         tl.store(scratch.mark_weights + base + block * MARKS + index, weight_over)
         if is_last_program(scratch.counters + row, blocks):
-            each = tl.arange(0, BLOCKS)[:, None]
-            place = base + each * MARKS + index[None, :]  # [BLOCKS, MARKS]
+            each = tl.arange(0, triton.next_power_of_2(triton.cdiv(VOCAB, BLOCK)))[:, None]
+            place = base + each * MARKS + index[None, :]  # [blocks, MARKS]
             is_block = (each < blocks) & (index[None, :] >= 0)
             counts = tl.load(scratch.mark_counts + place, mask=is_block, other=0, cache_modifier=".cg")
             weights = tl.load(scratch.mark_weights + place, mask=is_block, other=0.0, cache_modifier=".cg")
@@ -138,18 +137,7 @@ def _enclose(floats, ints, marks, count_over, weight_over, k, p, VOCAB: tl.const
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
-def _list_kernel(
-    logits,
-    slots,
-    columns,
-    scratch,
-    stride,
-    VOCAB: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    ROOM: tl.constexpr,
-    PDL: tl.constexpr,
-):
+def _list_kernel(logits, slots, columns, scratch, stride, VOCAB: tl.constexpr, ROOM: tl.constexpr, PDL: tl.constexpr):
     start_and_wait(PDL)
     columns, scratch = SamplingColumns(*columns), SamplingScratch(*scratch)
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -160,8 +148,8 @@ def _list_kernel(
     if is_filtered & (tl.load(ints + COUNT_INSIDE) <= ROOM):
         low, high = tl.load(floats + LOW), tl.load(floats + HIGH)
         low_mark, high_mark = tl.load(ints + LOW_MARK), tl.load(ints + HIGH_MARK)
-        each = tl.arange(0, BLOCKS)
-        place = scratch.mark_counts + (row * blocks + each) * MARKS  # [BLOCKS]
+        each = tl.arange(0, triton.next_power_of_2(triton.cdiv(VOCAB, BLOCK)))
+        place = scratch.mark_counts + (row * blocks + each) * MARKS  # [blocks]
         before = tl.sum(tl.load(place + low_mark, mask=each < block, other=0), 0)
         before -= tl.sum(tl.load(place + high_mark, mask=(each < block) & (high_mark >= 0), other=0), 0)
         at = block * BLOCK + tl.arange(0, BLOCK)
@@ -186,17 +174,12 @@ def _float_of(key):
 
 
 @triton.jit
-def _size(source, VOCAB: tl.constexpr):
-    return tl.where(source[2], source[5], VOCAB)
-
-
-@triton.jit
-def _piece(source, start, SIZE: tl.constexpr, VOCAB: tl.constexpr):
+def _piece(source, start, VOCAB: tl.constexpr):
     """Values and ids of the source's places from `start`; -inf where there is none in [low, high)."""
     list_values, list_ids, is_listed, logits, temperature, inside, low, high, _ = source
-    at = start + tl.arange(0, SIZE)
+    at = start + tl.arange(0, BLOCK)
     if is_listed:
-        value = tl.load(list_values + at, mask=at < inside, other=float("-inf"))  # [SIZE]
+        value = tl.load(list_values + at, mask=at < inside, other=float("-inf"))  # [BLOCK]
         ids = tl.load(list_ids + at, mask=at < inside, other=0)
     else:
         value = scaled_logits(logits, at, VOCAB, temperature)
@@ -206,12 +189,12 @@ def _piece(source, start, SIZE: tl.constexpr, VOCAB: tl.constexpr):
 
 
 @triton.jit
-def _over(source, key, SIZE: tl.constexpr, VOCAB: tl.constexpr):
+def _over(source, key, VOCAB: tl.constexpr):
     """How many ids of the source have at least the key `key`, and their weight."""
     count = 0
     weight = 0.0
-    for start in range(0, _size(source, VOCAB), SIZE):
-        value, _ids = _piece(source, start, SIZE, VOCAB)
+    for start in range(0, tl.where(source[2], source[5], VOCAB), BLOCK):
+        value, _ids = _piece(source, start, VOCAB)
         is_over = (_ordered(value) >= key) & (value > float("-inf"))
         count += tl.sum(is_over.to(tl.int32), 0)
         weight += tl.sum(tl.where(is_over, tl.exp(value - source[8]), 0.0), 0)
@@ -219,23 +202,23 @@ def _over(source, key, SIZE: tl.constexpr, VOCAB: tl.constexpr):
 
 
 @triton.jit
-def _equal(source, key, last, SIZE: tl.constexpr, VOCAB: tl.constexpr):
+def _equal(source, key, last, VOCAB: tl.constexpr):
     """How many ids of the source up to `last` have the key `key`."""
     count = 0
-    for start in range(0, _size(source, VOCAB), SIZE):
-        value, ids = _piece(source, start, SIZE, VOCAB)
+    for start in range(0, tl.where(source[2], source[5], VOCAB), BLOCK):
+        value, ids = _piece(source, start, VOCAB)
         is_equal = (_ordered(value) == key) & (ids <= last) & (value > float("-inf"))
         count += tl.sum(is_equal.to(tl.int32), 0)
     return count
 
 
 @triton.jit
-def _greatest_key(source, first, end, above, wanted, BY_COUNT: tl.constexpr, SIZE: tl.constexpr, VOCAB: tl.constexpr):
+def _greatest_key(source, first, end, above, wanted, BY_COUNT: tl.constexpr, VOCAB: tl.constexpr):
     """The greatest key in [first, end) over which there are `wanted` ids, or weight, with those `above` the source."""
     start = first.to(tl.int64)
     while end - start > 1:
         middle = (start + end) >> 1
-        count, weight = _over(source, middle.to(tl.int32), SIZE, VOCAB)
+        count, weight = _over(source, middle.to(tl.int32), VOCAB)
         if BY_COUNT:
             is_enough = above + count >= wanted
         else:
@@ -245,31 +228,20 @@ def _greatest_key(source, first, end, above, wanted, BY_COUNT: tl.constexpr, SIZ
 
 
 @triton.jit
-def _last_id(source, key, kept, SIZE: tl.constexpr, VOCAB: tl.constexpr):
+def _last_id(source, key, kept, VOCAB: tl.constexpr):
     """The id up to which there are `kept` ids with the key `key`; VOCAB if there are no more than that."""
     last = VOCAB
-    if kept < _equal(source, key, VOCAB, SIZE, VOCAB):
+    if kept < _equal(source, key, VOCAB, VOCAB):
         start, last = -1, VOCAB - 1
         while last - start > 1:
             middle = (start + last) >> 1
-            is_enough = _equal(source, key, middle, SIZE, VOCAB) >= kept
+            is_enough = _equal(source, key, middle, VOCAB) >= kept
             start, last = tl.where(is_enough, start, middle), tl.where(is_enough, middle, last)
     return last
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
-def _bound_kernel(
-    logits,
-    slots,
-    columns,
-    scratch,
-    stride,
-    VOCAB: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    ROOM: tl.constexpr,
-    PDL: tl.constexpr,
-):
+def _bound_kernel(logits, slots, columns, scratch, stride, VOCAB: tl.constexpr, ROOM: tl.constexpr, PDL: tl.constexpr):
     start_and_wait(PDL)
     columns, scratch = SamplingColumns(*columns), SamplingScratch(*scratch)
     row = tl.program_id(0).to(tl.int64)
@@ -286,19 +258,19 @@ def _bound_kernel(
         end = tl.minimum(_ordered(high).to(tl.int64), _ordered(top).to(tl.int64) + 1)
         key, kept, target = _ordered(low), VOCAB, p * tl.load(floats + TOTAL)
         if k < VOCAB:
-            key = _greatest_key(source, key, end, count_above, k, True, BLOCK, VOCAB)
-            more, weight = _over(source, key + 1, BLOCK, VOCAB)
-            kept = tl.minimum(k - count_above - more, _equal(source, key, VOCAB, BLOCK, VOCAB))
+            key = _greatest_key(source, key, end, count_above, k, True, VOCAB)
+            more, weight = _over(source, key + 1, VOCAB)
+            kept = tl.minimum(k - count_above - more, _equal(source, key, VOCAB, VOCAB))
             target = p * (weight_above + weight + kept * tl.exp(_float_of(key) - top))
         if p < 1.0:
-            share_key = _greatest_key(source, key, end, weight_above, target, False, BLOCK, VOCAB)
-            _, weight = _over(source, share_key + 1, BLOCK, VOCAB)
+            share_key = _greatest_key(source, key, end, weight_above, target, False, VOCAB)
+            _, weight = _over(source, share_key + 1, VOCAB)
             share_kept = (target - weight_above - weight) / tl.exp(_float_of(share_key) - top)
             share_kept = tl.maximum(tl.ceil(tl.minimum(share_kept, VOCAB * 1.0)).to(tl.int32), 1)
             kept = tl.where(share_key > key, share_kept, tl.minimum(kept, share_kept))
             key = share_key
         tl.store(floats + BOUND, _float_of(key))
-        tl.store(ints + LAST_ID, _last_id(source, key, kept, BLOCK, VOCAB))
+        tl.store(ints + LAST_ID, _last_id(source, key, kept, VOCAB))
 
 
 def find_bounds(row_args: tuple[Any, ...], scratch: SamplingScratch, shape: dict[str, Any]) -> None:
@@ -307,11 +279,11 @@ def find_bounds(row_args: tuple[Any, ...], scratch: SamplingScratch, shape: dict
     Args:
         row_args: logits [rows, vocab], slots [rows], the slots' parameters, the scratch, and the logits' stride.
         scratch: TOP, TOTAL and the first marks stand there.
-        shape: the kernels' arguments VOCAB, BLOCK, BLOCKS and PDL, and how to launch them.
+        shape: the kernels' arguments VOCAB and PDL, and how to launch them.
     """
     rows = row_args[0].shape[0]
     shape = {**shape, "ROOM": scratch.list_values.shape[1]}
-    grid = (triton.cdiv(shape["VOCAB"], shape["BLOCK"]), rows)
+    grid = (triton.cdiv(shape["VOCAB"], BLOCK.value), rows)
     for is_first in (True, False):
         _count_kernel[grid](*row_args, IS_FIRST=is_first, num_warps=4, **shape)
     _list_kernel[grid](*row_args, num_warps=4, **shape)

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 2048  # ids at a time
-PLAIN_BLOCK = 1024  # without filters
+BLOCK = tl.constexpr(2048)  # ids at a time
+PLAIN_BLOCK = tl.constexpr(1024)  # without filters
 GROUP = tl.constexpr(8)  # ids of which the race remembers the best one's score only
 LIST_ROOM = 4096
 MARKS = tl.constexpr(16)
@@ -35,7 +35,7 @@ LAST_ID = tl.constexpr(4)
 class SamplingColumns(NamedTuple):
     """The sampling parameters by slot, on the device."""
 
-    temperature: Tensor  # [slots] float32, over 0 unless greedy
+    temperature: Tensor  # [slots] float32, over 0; 1 if greedy
     top_k: Tensor  # [slots] integers; 0: all
     top_p: Tensor  # [slots] float32; 1: all
     min_p: Tensor  # [slots] float32; 0: all
@@ -63,7 +63,7 @@ class SamplingScratch(NamedTuple):
 
 def make_scratch(rows: int, vocab: int, device: torch.device, list_room: int = LIST_ROOM) -> SamplingScratch:
     """Memory for draws of up to `rows` rows."""
-    blocks = triton.cdiv(vocab, BLOCK)
+    blocks, plain_blocks = triton.cdiv(vocab, BLOCK.value), triton.cdiv(vocab, PLAIN_BLOCK.value)
 
     def floats(*shape: int) -> Tensor:
         return torch.empty((rows, *shape), dtype=torch.float32, device=device)
@@ -72,20 +72,11 @@ def make_scratch(rows: int, vocab: int, device: torch.device, list_room: int = L
         return torch.zeros((rows, *shape), dtype=torch.int32, device=device)
 
     return SamplingScratch(
-        floats=floats(FIELDS.value),
-        ints=ints(FIELDS.value),
-        counters=ints(),
-        best=floats(blocks),
-        weights=floats(blocks),
-        lowest=floats(blocks),
-        scores=floats(triton.cdiv(vocab, PLAIN_BLOCK)),
-        places=ints(triton.cdiv(vocab, PLAIN_BLOCK)),
-        marks=floats(MARKS.value),
-        mark_weights=floats(blocks, MARKS.value),
-        mark_counts=ints(blocks, MARKS.value),
-        list_values=floats(list_room),
-        list_ids=ints(list_room),
-    )
+        floats=floats(FIELDS.value), ints=ints(FIELDS.value), counters=ints(), best=floats(blocks),
+        weights=floats(blocks), lowest=floats(blocks), scores=floats(plain_blocks), places=ints(plain_blocks),
+        marks=floats(MARKS.value), mark_weights=floats(blocks, MARKS.value), mark_counts=ints(blocks, MARKS.value),
+        list_values=floats(list_room), list_ids=ints(list_room),
+    )  # fmt: skip
 
 
 @triton.jit

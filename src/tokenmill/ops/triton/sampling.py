@@ -35,22 +35,12 @@ PROGRAMS = 2048  # as many as keep a GPU busy
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
-def _summarise_kernel(
-    logits,
-    slots,
-    columns,
-    scratch,
-    stride,
-    VOCAB: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+def _summarise_kernel(logits, slots, columns, scratch, stride, VOCAB: tl.constexpr, PDL: tl.constexpr):
     start_and_wait(PDL)
     columns, scratch = SamplingColumns(*columns), SamplingScratch(*scratch)
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     blocks = tl.num_programs(0)
-    degree = _temperature(columns, tl.load(slots + row))
+    degree = tl.load(columns.temperature + tl.load(slots + row))
     value = scaled_logits(logits + row * stride, block * BLOCK + tl.arange(0, BLOCK), VOCAB, degree)  # [BLOCK]
     top = tl.max(value, 0)
     own = row * blocks + block
@@ -59,7 +49,7 @@ def _summarise_kernel(
     tl.store(scratch.weights + own, tl.sum(tl.exp(value - tl.maximum(top, -1e30)), 0))
     tl.store(scratch.lowest + own, tl.min(tl.where(value > float("-inf"), value, float("inf")), 0))
     if is_last_program(scratch.counters + row, blocks):
-        each = tl.arange(0, BLOCKS)
+        each = tl.arange(0, triton.next_power_of_2(triton.cdiv(VOCAB, BLOCK)))
         is_block = each < blocks
         at = row * blocks + each
         tops = tl.load(scratch.best + at, mask=is_block, other=float("-inf"), cache_modifier=".cg")
@@ -86,8 +76,6 @@ def _race_kernel(
     last_tokens,
     blocks,
     VOCAB: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
     HAS_FILTERS: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
@@ -106,22 +94,23 @@ def _race_kernel(
         bound, last = tl.load(floats + BOUND), tl.load(scratch.ints + row * FIELDS + LAST_ID)
         # The one block that this program has is passed over if none of its ids is kept.
         blocks = tl.where(tl.load(scratch.best + row * programs + program) >= tl.maximum(least, bound), 1, 0)
-    is_greedy = tl.load(columns.is_greedy + slot) != 0
-    race = (logits + row * stride, is_greedy, _temperature(columns, slot), low, high, least, bound, last)
-    tops = tl.full([BLOCK // GROUP], float("-inf"), tl.float32)
-    places = tl.zeros([BLOCK // GROUP], tl.int32)
+    is_greedy, temperature = tl.load(columns.is_greedy + slot) != 0, tl.load(columns.temperature + slot)
+    race = (logits + row * stride, is_greedy, temperature, low, high, least, bound, last)
+    SIZE: tl.constexpr = BLOCK if HAS_FILTERS else PLAIN_BLOCK
+    tops = tl.full([SIZE // GROUP], float("-inf"), tl.float32)
+    places = tl.zeros([SIZE // GROUP], tl.int32)
     for block in range(program * blocks, program * blocks + blocks):
-        first = block * BLOCK
-        score = _scores(race, first, BLOCK, VOCAB, HAS_FILTERS, IS_INTERPRETED)
-        top = tl.max(tl.reshape(score, [BLOCK // GROUP, GROUP]), 1)
-        places = tl.where(top > tops, first + tl.arange(0, BLOCK // GROUP) * GROUP, places)
+        first = block * SIZE
+        score = _scores(race, first, SIZE, VOCAB, HAS_FILTERS, IS_INTERPRETED)
+        top = tl.max(tl.reshape(score, [SIZE // GROUP, GROUP]), 1)
+        places = tl.where(top > tops, first + tl.arange(0, SIZE // GROUP) * GROUP, places)
         tops = tl.maximum(top, tops)
     top = tl.max(tops, 0)
     own = row * programs + program
     tl.store(scratch.scores + own, top)
     tl.store(scratch.places + own, tl.min(tl.where(tops == top, places, VOCAB - 1), 0))
     if is_last_program(scratch.counters + row, programs):
-        each = tl.arange(0, BLOCKS)
+        each = tl.arange(0, triton.next_power_of_2(triton.cdiv(VOCAB, SIZE)))
         at = scratch.scores + row * programs + each
         found = tl.load(at, mask=each < programs, other=float("-inf"), cache_modifier=".cg")
         _, winner = tl.max(found, 0, return_indices=True)
@@ -131,11 +120,6 @@ def _race_kernel(
         tl.store(out_ids + row, token.to(out_ids.dtype.element_ty))
         # Padding rows share a slot, whose last token nobody reads.
         tl.store(last_tokens + slot, token.to(last_tokens.dtype.element_ty))
-
-
-@triton.jit
-def _temperature(columns, slot):
-    return tl.where(tl.load(columns.is_greedy + slot) != 0, 1.0, tl.load(columns.temperature + slot))
 
 
 @triton.jit
@@ -190,9 +174,8 @@ def sample_rows(
     if not rows:
         return
     has_filters = has_filters and vocab > 1  # the compiler fails at loops over a single id
-    size = BLOCK if has_filters else PLAIN_BLOCK
-    blocks = triton.cdiv(vocab, size)
-    shape = {"VOCAB": vocab, "BLOCK": size, "BLOCKS": triton.next_power_of_2(blocks), "PDL": pdl, **pdl_options(pdl)}
+    blocks = triton.cdiv(vocab, (BLOCK if has_filters else PLAIN_BLOCK).value)
+    shape = {"VOCAB": vocab, "PDL": pdl, **pdl_options(pdl)}
     row_args = (logits, slots, tuple(columns), tuple(scratch), logits.stride(0))
     each = min(max(rows * blocks // PROGRAMS, 1), 8)
     if has_filters:
