@@ -6,6 +6,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -64,7 +65,7 @@ class TritonAttention:
         gather_from: int = 2048,
         pdl: bool = False,
     ) -> None:
-        self._scale, self._pdl = scale, pdl
+        self._scale, self._decode = scale, partial(decode_attention, scale=scale, pdl=pdl)
         self._num_heads, self._num_kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
         self._num_sms, self._element_size = num_sms, dtype.itemsize
         self._gather_from = max(2, gather_from) if can_gather(head_dim, dtype) else sys.maxsize
@@ -143,7 +144,9 @@ class TritonAttention:
     ) -> Tensor:
         """See `FusedAttention.prepare_and_run`."""
         out = qkv.new_empty((qkv.shape[0], self._num_heads, self._head_dim))
-        self._decode(qkv, kv.keys[layer], kv.values[layer], metadata, out, rotation, norms)
+        keys, values, table, plan = kv.keys[layer], kv.values[layer], metadata.page_table, metadata.decode
+        assert plan is not None
+        self._decode(qkv, keys, values, table, plan, out, page_size=metadata.page_size, rotation=rotation, norms=norms)
         return out
 
     def run(self, query: Tensor, kv: KVCache, layer: int, metadata: TritonMetadata) -> Tensor:
@@ -162,24 +165,8 @@ class TritonAttention:
         if metadata.work is not None:
             prefill_attention(query, keys, values, table, metadata.work, out, page_size=page_size, scale=self._scale)
         if metadata.decode is not None:
-            self._decode(query, keys, values, metadata, out)
+            self._decode(query, keys, values, table, metadata.decode, out, page_size=page_size)
         return out
-
-    def _decode(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        metadata: TritonMetadata,
-        out: Tensor,
-        rotation: Rotation | None = None,
-        norms: HeadNorms | None = None,
-    ) -> None:
-        assert metadata.decode is not None
-        decode_attention(
-            query, keys, values, metadata.page_table, metadata.decode, out, page_size=metadata.page_size,
-            scale=self._scale, rotation=rotation, norms=norms, pdl=self._pdl,
-        )  # fmt: skip
 
     def _cut(self, slots: Tensor, positions: Tensor, tokens: Tensor | None = None) -> DecodePlan:
         rows, kv_heads, dim = slots.shape[0], self._num_kv_heads, self._head_dim

@@ -238,6 +238,7 @@ def _attend(
     query += token * query_stride
     keys += kv_head * HEAD_DIM
     values += kv_head * HEAD_DIM
+    page = _load_page(table, start, stop, BLOCK_N, PAGE_SIZE)
     if ROTARY_DIM > 0:
         # The piece of the row's own token takes K and V of it from registers; no program reads them from the pool.
         is_own = is_column & (stop > position)
@@ -250,7 +251,6 @@ def _attend(
             partner_weight = tl.load(query_weight + partner, mask=is_column, other=0.0).to(tl.float32)
             own_key_weight = tl.load(key_weight + column, mask=is_column, other=0.0).to(tl.float32)
             partner_key_weight = tl.load(key_weight + partner, mask=is_column, other=0.0).to(tl.float32)
-        page = _load_page(table, start, stop, BLOCK_N, PAGE_SIZE)
         if IS_EARLY:
             k, v, is_seen = _load_block(
                 keys, values, page, start, stop, key_stride, value_stride, dims, HEAD_DIM, BLOCK_N, PAGE_SIZE
@@ -284,7 +284,6 @@ def _attend(
             mixed, largest, total = _attend_block(mixed, largest, total, q, k, v, is_seen, scale)
             start += BLOCK_N
     else:
-        page = _load_page(table, start, stop, BLOCK_N, PAGE_SIZE)
         if PDL:
             tl.extra.cuda.gdc_wait()  # the rows' own K and V come from the kernel before
         q = tl.load(query + heads[:, None] * HEAD_DIM + column, mask=is_output, other=0.0)
