@@ -1,6 +1,6 @@
 """The numbers of `sampling.sampler.exponential`, made in registers.
 
-Their logarithms are the hardware's, with errors of up to 5e-6, which grow for numbers over 7, one in a thousand: what
+Their logarithms are the hardware's, with errors of up to 1e-5, which grow for numbers over 7, one in a thousand: what
 is left of 1 has few bits there.
 """
 
