@@ -62,7 +62,7 @@ class TritonAttention:
         head_dim: int,
         dtype: torch.dtype,
         num_sms: int,
-        gather_from: int = 2048,
+        gather_from: int = 3072,
         pdl: bool = False,
     ) -> None:
         self._scale, self._decode = scale, partial(decode_attention, scale=scale, pdl=pdl)

@@ -75,9 +75,10 @@ def decode_settings(rows: int, kv_heads: int, head_dim: int, element_size: int, 
     small = min(64, block_n)
     if programs > 2 * num_sms:
         is_cut = programs <= 7 * num_sms
-        return DecodeSettings(
-            max(16, small // 2), 4, 4, False, rows - rows // 4 if is_cut else 1, 0 if is_cut else WHOLE
-        )
+        return DecodeSettings(small, 4, 2, False, rows - rows // 4 if is_cut else 1, 0 if is_cut else WHOLE)
+    if rows > 8:
+        num_pieces = max(1, min(MAX_PIECES * rows, 3 * num_sms // kv_heads))
+        return DecodeSettings(small, 2 if element_size == 2 else 4, 2, True, num_pieces, 2 * small)
     num_pieces = max(1, min(MAX_PIECES * rows, 4 * num_sms // kv_heads))
     if rows <= FEW_ROWS:
         return DecodeSettings(min(128, 2 * block_n), 4, 2, True, num_pieces, 128)
