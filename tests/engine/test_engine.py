@@ -12,6 +12,7 @@ from tokenmill.engine.engine import ModelEngine
 from tokenmill.models.load import random_model
 from tokenmill.ops.select import make_ops
 from tokenmill.parallel.group import Group
+from tokenmill.sched.plan import Row, StepPlan
 from tokenmill.sched.scheduler import Scheduler
 from tokenmill.spec import ModelSpec
 from tokenmill.types import SamplingParams
@@ -29,12 +30,12 @@ PARAMS = (
 )
 
 
-def open_engine(config, device):
+def open_engine(config, device, **hooks):
     attention = CapturableAttention(scale=SPEC.head_dim**-0.5, token_elements=SPEC.num_kv_heads * SPEC.head_dim)
     ops = make_ops("reference")
     with torch.inference_mode():
         model = random_model(SPEC, dtype=torch.float32, group=Group.solo(), attention=attention, ops=ops)
-    return ModelEngine(model, ops, attention, config, device)
+    return ModelEngine(model, ops, attention, config, device, **hooks)
 
 
 def generate(config, device, prompts, params):
@@ -93,3 +94,21 @@ def test_every_graph_is_captured_when_there_is_nothing_else_to_do():
     assert [engine.prepare() for _ in range(6)] == [True] * 4 + [False] * 2
     assert device.num_captures == 4
     engine.close()
+
+
+def test_nothing_is_captured_before_it_may_be():
+    device, may_capture = RerunDevice(), False
+    engine = open_engine(make_config(graph_max_batch=8), device, may_capture=lambda: may_capture)
+    plan = StepPlan(0, (Row(0, 0, 0, 1, (5,), True),), is_decode=True)
+    engine.launch(plan).wait()
+    assert not engine.prepare()
+    assert device.num_captures == 0
+    may_capture = True
+    assert engine.prepare()
+    engine.close()
+
+
+def test_closing_ends_what_goes_on_behind():
+    closed = []
+    open_engine(make_config(), CpuDevice(1), at_close=lambda: closed.append(True)).close()
+    assert closed == [True]

@@ -71,6 +71,8 @@ def compile_source(source, target, options):
     assert (target, options) == ("target", {"shape": (1, 2)})
     if key == "broken":
         raise ValueError("does not compile")
+    if key == "slow":
+        assert kernel.may_compile.wait(30)
     kernel.compiled_by.append((key, threading.get_ident()))
     return SimpleNamespace(run="launcher")
 
@@ -80,7 +82,7 @@ def test_what_a_rehearsal_launches_is_compiled_once_and_not_launched(knobs):
     second.loaded["known"] = "kernel"
     rehearsed_by = []
 
-    def rehearsal():
+    def rehearsal(first_known):
         rehearsed_by.append(threading.get_ident())
         for key in ("a", "b", "a", "b"):
             first.launch(key)
@@ -103,7 +105,7 @@ def test_launches_of_other_threads_and_after_the_rehearsal_are_left_alone(knobs)
     before = knobs.jit_cache_hook = lambda **_: False
     begun, may_end = threading.Event(), threading.Event()
 
-    def rehearsal():
+    def rehearsal(first_known):
         begun.set()
         assert may_end.wait(30)
 
@@ -120,9 +122,41 @@ def test_launches_of_other_threads_and_after_the_rehearsal_are_left_alone(knobs)
     assert kernel.launched == ["meanwhile", "afterwards"]
 
 
+def test_only_the_first_kernels_are_waited_for_and_a_launch_waits_for_its_own(knobs):
+    kernel = Kernel(knobs)
+    kernel.may_compile = threading.Event()
+
+    def rehearsal(first_known):
+        kernel.launch("first")
+        first_known()
+        kernel.launch("slow")
+
+    compilation = Compilation(rehearsal, 2)
+    compilation.wait_first()
+    assert list(kernel.loaded) == ["first"]
+    compilation._rehearsal.result()
+    launch = threading.Thread(target=kernel.launch, args=("slow",))
+    launch.start()
+    launch.join(0.05)
+    assert launch.is_alive()
+    kernel.may_compile.set()
+    launch.join()
+    assert kernel.launched == ["slow"]
+    assert len(kernel.compiled_by) == 2
+    assert compilation.wait() == 2
+
+
+def test_a_rehearsal_that_fails_keeps_nobody_waiting(knobs):
+    compilation = Compilation(lambda first_known: 1 // 0, 1)
+    compilation.wait_first()
+    with pytest.raises(ZeroDivisionError):
+        compilation.wait()
+    assert knobs.jit_cache_hook is None
+
+
 @pytest.mark.parametrize("key", ["broken", None])
 def test_errors_are_told_and_the_hook_is_taken_away(knobs, key):
-    def rehearsal():
+    def rehearsal(first_known):
         Kernel(knobs).launch("fine")
         Kernel(knobs).launch(key) if key else 1 // 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -57,9 +58,18 @@ class ModelEngine:
     """Runs a model step by step on one device. A `tracer` may be set between two steps."""
 
     def __init__(
-        self, model: CausalLM, ops: Ops, attention: AttentionBackend, config: ResolvedConfig, device: Device
+        self,
+        model: CausalLM,
+        ops: Ops,
+        attention: AttentionBackend,
+        config: ResolvedConfig,
+        device: Device,
+        *,
+        may_capture: Callable[[], bool] = lambda: True,
+        at_close: Callable[[], None] = lambda: None,
     ) -> None:
         self.config = config
+        self._at_close = at_close
         self.tracer: Tracer | None = None
         self._model, self._ops = model, ops
         self._attention = attention
@@ -71,7 +81,7 @@ class ModelEngine:
         self._graphs = self._mixed = None
         if config.graph_max_batch and isinstance(attention, GraphAttention):
             assert isinstance(device, GraphDevice)
-            budget = CaptureBudget(device)
+            budget = CaptureBudget(device, may_capture)
             self._graphs = self._make_graphs(budget)
             self._mixed = self._make_mixed(budget)
 
@@ -85,6 +95,7 @@ class ModelEngine:
 
     def close(self) -> None:
         """Finish what was launched."""
+        self._at_close()
         self._device.close()
 
     def prepare(self) -> bool:

@@ -62,14 +62,28 @@ def graph_bytes(spec: ModelSpec, most: int, element_size: int) -> int:
 
 
 class CaptureBudget:
-    """When a graph may be captured: while there is memory, and captures took steps a small share of the time."""
+    """When a graph may be captured: while there is memory, and captures took steps a small share of the time.
 
-    def __init__(self, device: GraphDevice, clock: Callable[[], float] = time.perf_counter) -> None:
+    Nothing is captured while `is_open()` is false.
+    """
+
+    def __init__(
+        self,
+        device: GraphDevice,
+        is_open: Callable[[], bool] = lambda: True,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._device = device
+        self._is_open = is_open
         self._clock, self._began = clock, clock()
         self._waited = 0.0  # seconds that steps waited for captures
-        self.has_room = True
+        self._has_room = True
         self.spent, self.count, self.num_bytes = 0.0, 0, 0  # seconds, graphs and bytes, all in all
+
+    @property
+    def has_room(self) -> bool:
+        """Whether an idle moment may be used for a capture."""
+        return self._has_room and self._is_open()
 
     @property
     def is_due(self) -> bool:
@@ -85,7 +99,7 @@ class CaptureBudget:
             self.count += 1
             self.num_bytes += captured.num_bytes
         except torch.OutOfMemoryError:
-            self.has_room = False
+            self._has_room = False
             log.warning(
                 "no memory for a CUDA graph of %s: none is captured any more, steps that lack one are slower; "
                 "lower --memory-fraction or --graph-max-batch",

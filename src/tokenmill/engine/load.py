@@ -14,7 +14,7 @@ from tokenmill.config import ELEMENT_SIZE, ResolvedConfig, RunConfig, resolve
 from tokenmill.engine.device import free_cuda_memory, measure_hardware, open_device
 from tokenmill.engine.engine import ModelEngine
 from tokenmill.engine.graphs import graph_bytes
-from tokenmill.engine.warm_up import compiled_ahead
+from tokenmill.engine.warm_up import WarmUp
 from tokenmill.models.load import load_model, random_model
 from tokenmill.ops.select import make_ops
 from tokenmill.parallel.group import Group
@@ -40,7 +40,8 @@ def load_engine(run: RunConfig, path: Path, group: Group) -> tuple[ModelEngine, 
     device, dtype = torch.device(config.device), getattr(torch, config.dtype)
     attention = make_backend(run.engine.attention, spec, dtype, device, group.size)
     ops = make_ops("triton" if device.type == "cuda" else "reference", device)
-    with compiled_ahead(spec, group, config):
+    warm_up = WarmUp(spec, group, config)
+    try:
         started = time.perf_counter()
         options = {"dtype": dtype, "group": group, "attention": attention, "ops": ops, "device": device}
         with torch.inference_mode():
@@ -53,7 +54,12 @@ def load_engine(run: RunConfig, path: Path, group: Group) -> tuple[ModelEngine, 
             config = resolve(run, hardware, spec)
         config = dataclasses.replace(config, attention=attention.name)
         _log(run, hardware, config, spec)
-        engine = ModelEngine(model, ops, attention, config, open_device(config))
+        parts = model, ops, attention, config, open_device(config)
+        engine = ModelEngine(*parts, may_capture=warm_up.is_done, at_close=warm_up.cancel)
+        warm_up.wait(for_all=config.capture_first)
+    except BaseException:
+        warm_up.cancel()
+        raise
     while config.capture_first and engine.prepare():
         pass
     return engine, config, spec

@@ -5,7 +5,8 @@ kernels that are not loaded yet keeps them from being launched and hands them to
 without Python's lock), or find them in Triton's cache folder. So no kernel is listed anywhere: what the engine would
 launch is what is compiled, and what this misses is compiled when it is first launched.
 
-A mark in that folder tells the next start that there is nothing to compile; kernels are then read at first use.
+A start waits for the kernels of a first request only; the others are compiled while it is served. A mark in the cache
+folder tells the next start that there is nothing to compile; kernels are then read at first use.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,7 @@ from tokenmill.types import SamplingParams
 
 META = torch.device("meta")
 TOKENS = sorted({2**power + more for power in range(1, 10) for more in (0, 1)})  # kernels differ by such classes
+FIRST_PROMPT = 32
 PACKAGE = Path(__file__).parents[1]
 MARK = "compiled"
 
@@ -76,14 +79,26 @@ class MetaDevice:
         """Nothing to do."""
 
 
-def rehearse(spec: ModelSpec, group: Group, config: ResolvedConfig, ops: Ops, attention: AttentionBackend) -> None:
-    """Launch steps of every kind without computing any."""
+def rehearse(
+    spec: ModelSpec,
+    group: Group,
+    config: ResolvedConfig,
+    ops: Ops,
+    attention: AttentionBackend,
+    first_known: Callable[[], None],
+) -> None:
+    """Launch steps of every kind without computing any; calls `first_known` after those of a first request."""
     spec = dataclasses.replace(spec, num_layers=1)
     config = dataclasses.replace(config, debug_checks=False)
     model, _ = build_model(spec, getattr(torch, config.dtype), group, attention, ops, META)
-    engine = ModelEngine(model, ops, attention, config, MetaDevice())
+    may_capture = threading.Event()
+    engine = ModelEngine(model, ops, attention, config, MetaDevice(), may_capture=may_capture.is_set)
+    for plan in (StepPlan(0, (_row(0, FIRST_PROMPT),)), StepPlan(1, (_row(0, 1),), is_decode=True)):
+        engine.launch(plan)
+    first_known()
     for plan in _plans(config.max_running):
         engine.launch(plan)
+    may_capture.set()
     while engine.prepare():
         pass
 
@@ -105,14 +120,34 @@ def _row(slot: int, length: int) -> Row:
 
 
 class Compilation:
-    """Kernels being compiled on `num_threads` threads: those that `rehearsal` would launch and that are not loaded."""
+    """Kernels being compiled on `num_threads` threads: those that `rehearsal` would launch and that are not loaded.
 
-    def __init__(self, rehearsal: Callable[[], None], num_threads: int) -> None:
+    The rehearsal is given a function to call when the kernels that are needed first are known. Another thread that
+    launches a kernel which is being compiled waits for it.
+    """
+
+    def __init__(self, rehearsal: Callable[[Callable[[], None]], None], num_threads: int) -> None:
+        from triton import knobs
+        from triton.runtime import driver
+
         device = torch.cuda.current_device() if torch.cuda.is_available() else -1  # -1: `set_device` does nothing
         self._pool = ThreadPoolExecutor(num_threads, "compile", torch.cuda.set_device, (device,))
         self._kernels: dict[tuple[str, str], Future[Any]] = {}
+        self._first: list[Future[Any]] = []
+        self._first_known = threading.Event()
         self._began = time.perf_counter()
+        self._runtime, self._driver = knobs.runtime, driver
+        self._hook_before, self._real = knobs.runtime.jit_cache_hook, driver.active
+        self._device = driver.active.get_current_device()
+        self._rehearsing = 0
+        knobs.runtime.jit_cache_hook = self._divert
         self._rehearsal = self._pool.submit(self._rehearse, rehearsal)
+
+    def wait_first(self) -> None:
+        """Until the kernels that are needed first are compiled and loaded."""
+        self._first_known.wait()
+        for kernel in self._first:
+            kernel.result()
 
     def wait(self) -> int:
         """Until all are compiled and loaded; how many there were. Raises what rehearsal or compiler raised."""
@@ -127,31 +162,33 @@ class Compilation:
 
     def cancel(self) -> None:
         """Begin nothing more."""
+        self._runtime.jit_cache_hook = self._hook_before
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _rehearse(self, rehearsal: Callable[[], None]) -> None:
-        from triton import knobs
-        from triton.runtime import driver
+    def _divert(self, *, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        kernel = f"{fn.module}.{fn.name}", key
+        if threading.get_ident() != self._rehearsing:
+            if kernel in self._kernels and not threading.current_thread().name.startswith("compile"):
+                wait_for((self._kernels[kernel],))
+            return False
+        loaded, _, target, *_ = fn.jit_function.device_caches[self._device]
+        if key not in loaded and kernel not in self._kernels:
+            self._kernels[kernel] = self._pool.submit(_compile, fn.jit_function, key, compile, target, loaded)
+        return True  # neither compiled here nor launched
 
-        thread, real = threading.get_ident(), driver.active
-        device = real.get_current_device()
-
-        def divert(*, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-            if threading.get_ident() != thread:
-                return False
-            kernel = f"{fn.module}.{fn.name}", key
-            loaded, _, target, *_ = fn.jit_function.device_caches[device]
-            if key not in loaded and kernel not in self._kernels:
-                self._kernels[kernel] = self._pool.submit(_compile, fn.jit_function, key, compile, target, loaded)
-            return True  # neither compiled here nor launched
-
-        before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, divert
-        driver.set_active(EmptyDevice(real, thread))
+    def _rehearse(self, rehearsal: Callable[[Callable[[], None]], None]) -> None:
+        self._rehearsing = threading.get_ident()
+        self._driver.set_active(EmptyDevice(self._real, self._rehearsing))
         try:
-            rehearsal()
+            rehearsal(self._tell_first)
         finally:
-            driver.set_active(real)
-            knobs.runtime.jit_cache_hook = before
+            self._rehearsing = 0
+            self._driver.set_active(self._real)
+            self._first_known.set()
+
+    def _tell_first(self) -> None:
+        self._first = list(self._kernels.values())
+        self._first_known.set()
 
 
 class EmptyDevice:
@@ -188,36 +225,61 @@ def _compile(function: Any, key: str, given: dict[str, Any], target: Any, loaded
     return kernel.run  # asking for it makes the launcher and loads the kernel
 
 
-@contextmanager
-def compiled_ahead(spec: ModelSpec, group: Group, config: ResolvedConfig) -> Iterator[None]:
-    """Compile what the model needs on the current CUDA device beside what the block does; wait for it at its end."""
-    mark = None if config.device == "cpu" else _mark(spec, group, config)
-    if mark is None or mark.has_file(MARK):
-        yield
-        return
-    device = torch.device("cuda", torch.cuda.current_device())
+class WarmUp:
+    """Compiles what the model needs on the current CUDA device beside what else is done; nothing on a CPU."""
 
-    def rehearsal() -> None:
-        from tokenmill.ops.triton.ops import TritonOps
+    def __init__(self, spec: ModelSpec, group: Group, config: ResolvedConfig) -> None:
+        self._mark: Any = None if config.device == "cpu" else _mark(spec, group, config)
+        self._compilation: Compilation | None = None
+        self._is_done = True
+        if self._mark is None or self._mark.has_file(MARK):
+            return
+        device = torch.device("cuda", torch.cuda.current_device())
 
-        attention = make_backend("triton", spec, getattr(torch, config.dtype), device, group.size)
-        rehearse(spec, group, config, TritonOps(has_pdl=has_pdl(device)), attention)
+        def rehearsal(first_known: Callable[[], None]) -> None:
+            from tokenmill.ops.triton.ops import TritonOps
 
-    compilation = Compilation(rehearsal, config.threads)
-    try:
-        yield
-    except BaseException:
-        compilation.cancel()
-        raise
-    try:
-        compilation.wait()
-    except Exception as error:
-        details = log.isEnabledFor(logging.DEBUG)
-        log.warning(
-            "kernels are compiled at first use, not ahead: %s: %s", type(error).__name__, error, exc_info=details
-        )
-    else:
-        mark.put("", MARK)
+            attention = make_backend("triton", spec, getattr(torch, config.dtype), device, group.size)
+            rehearse(spec, group, config, TritonOps(has_pdl=has_pdl(device)), attention, first_known)
+
+        self._is_done = False
+        self._compilation = Compilation(rehearsal, config.threads)
+
+    def wait(self, *, for_all: bool) -> None:
+        """Until a first request can be served, or for all kernels, the others of which go on being compiled."""
+        if self._compilation is None:
+            return
+        if for_all:
+            self._finish()
+            return
+        with suppress(Exception):  # told at the end
+            self._compilation.wait_first()
+        threading.Thread(target=self._finish, name="warm-up", daemon=True).start()
+
+    def is_done(self) -> bool:
+        """Whether kernels are compiled; until then a graph's kernels would keep its capture waiting."""
+        return self._is_done
+
+    def cancel(self) -> None:
+        """Begin nothing more."""
+        if self._compilation is not None:
+            self._compilation.cancel()
+
+    def _finish(self) -> None:
+        assert self._compilation is not None
+        try:
+            self._compilation.wait()
+        except CancelledError:
+            return
+        except Exception as error:
+            details = log.isEnabledFor(logging.DEBUG)
+            log.warning(
+                "kernels are compiled at first use, not ahead: %s: %s", type(error).__name__, error, exc_info=details
+            )
+        else:
+            self._mark.put("", MARK)
+        finally:
+            self._is_done = True
 
 
 def _mark(spec: ModelSpec, group: Group, config: ResolvedConfig) -> Any:
