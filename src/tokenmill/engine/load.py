@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 import time
 from pathlib import Path
@@ -62,6 +63,7 @@ def load_engine(run: RunConfig, path: Path, group: Group) -> tuple[ModelEngine, 
         raise
     while config.capture_first and engine.prepare():
         pass
+    gc.freeze()  # what is loaded stays: collections beside steps need not look at it
     return engine, config, spec
 
 
