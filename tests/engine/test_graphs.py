@@ -140,7 +140,8 @@ def test_rows_and_updates_that_lack_name_the_spare_slot():
 
 def test_the_memory_set_aside_grows_with_what_is_captured():
     spec = ModelSpec("llama", 1000, 64, 128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, max_position=64)
-    sizes = [graph_bytes(spec, most, 2) for most in (0, 1, 8, 64, 256)]
+    sizes = [graph_bytes(spec, most, 512, 2) for most in (0, 1, 8, 64, 256)]
     assert sizes[0] == 0
     assert sizes == sorted(set(sizes))
-    assert graph_bytes(spec, 64, 4) > graph_bytes(spec, 64, 2)
+    assert graph_bytes(spec, 64, 512, 4) > graph_bytes(spec, 64, 512, 2)
+    assert graph_bytes(spec, 64, 1024, 2) > graph_bytes(spec, 64, 512, 2)

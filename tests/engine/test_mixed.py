@@ -9,7 +9,7 @@ import torch
 
 from tests.support.graphs import RerunDevice
 from tokenmill.engine.graphs import CaptureBudget, Draw
-from tokenmill.engine.mixed import MOST_TOKENS, MixedGraphs, MixedSize
+from tokenmill.engine.mixed import MixedGraphs, MixedSize
 
 
 class Graphs(MixedGraphs):
@@ -19,7 +19,7 @@ class Graphs(MixedGraphs):
         self.now, self.memory, self.order = 0.0, memory, []
         device = RerunDevice()
         budget = CaptureBudget(device, clock=lambda: self.now)
-        super().__init__(self.compute, lambda size: array("i", [0] * size.tokens), 256, device, budget)
+        super().__init__(self.compute, lambda size: array("i", [0] * size.tokens), MixedSize(2304, 256), device, budget)
 
     def compute(self, numbers, size, draw):
         if (size, draw) not in self.order:
@@ -40,8 +40,8 @@ def test_a_graph_has_room_for_the_step_and_one_token_of_padding():
     assert graphs.size(63, 8) == (64, 8)
     assert graphs.size(64, 8) == (128, 8)
     assert graphs.size(300, 9) == (384, 32)
-    assert graphs.size(MOST_TOKENS, 256) == (2048, 256)
-    assert graphs.size(MOST_TOKENS + 1, 1) is None
+    assert graphs.size(2048, 256) == (2304, 256)
+    assert graphs.size(2304, 1) is None
     assert graphs.size(10, 257) is None
 
 
@@ -81,7 +81,7 @@ def test_no_memory_ends_captures_and_nothing_else(caplog):
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
-@pytest.mark.parametrize("tokens", [64, 2048])
+@pytest.mark.parametrize("tokens", [64, 2304])
 def test_a_replay_computes_what_it_is_given(tokens):
     graphs = Graphs()
     graphs.now = 1000.0

@@ -16,7 +16,7 @@ from tokenmill.engine import stage
 from tokenmill.engine.device import Device, GraphDevice, Pending, Work
 from tokenmill.engine.graphs import CaptureBudget, DecodeGraphs, Draw, room
 from tokenmill.engine.kv_pool import DeviceState, allocate
-from tokenmill.engine.mixed import MOST_TOKENS, MixedGraphs, MixedSize
+from tokenmill.engine.mixed import MixedGraphs, MixedSize
 from tokenmill.layers.batch import ForwardBatch
 from tokenmill.models.base import CausalLM
 from tokenmill.ops.api import Ops
@@ -88,7 +88,7 @@ class ModelEngine:
     def launch(self, plan: StepPlan) -> Handle:
         """Start a step and return at once; steps run in the order in which they are launched."""
         if self._graphs is None or not plan.is_decode or len(plan.rows) > self.config.graph_max_batch:
-            work = self._run_eagerly if self._mixed is None or plan.num_tokens > MOST_TOKENS else self._replay_mixed
+            work = self._run_eagerly if self._mixed is None else self._replay_mixed
             return Handle(plan.step, self._submit(plan, partial(work, plan)), None)
         order = self._order_rows(plan)
         return Handle(plan.step, self._submit(plan, partial(self._replay, plan, order)), order.places)
@@ -220,7 +220,10 @@ class ModelEngine:
             assert numbers is not None
             return numbers
 
-        return MixedGraphs(body, spare_numbers, self.config.max_running, device, budget)
+        most = MixedSize(
+            stage.padded_count(self.config.prefill_budget + self.config.max_running), self.config.max_running
+        )
+        return MixedGraphs(body, spare_numbers, most, device, budget)
 
     def _make_graphs(self, budget: CaptureBudget) -> DecodeGraphs:
         assert isinstance(self._device, GraphDevice)

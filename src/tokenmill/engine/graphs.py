@@ -53,12 +53,16 @@ def batch_sizes(most: int, draw: Draw = Draw.PLAIN) -> list[int]:
     return [size for size in sizes if draw is not Draw.LOGITS or size & (size - 1) == 0 or size == sizes[-1]]
 
 
-def graph_bytes(spec: ModelSpec, most: int, element_size: int) -> int:
-    """About the memory of all graphs: the largest step's tensors, which all share; logits; what the driver keeps."""
+def graph_bytes(spec: ModelSpec, most: int, most_tokens: int, element_size: int) -> int:
+    """About the memory of all graphs: the largest step's tensors, which all share; logits; what the driver keeps.
+
+    `most` rows in a decode step, `most_tokens` in a step with prompts.
+    """
     heads = spec.num_heads + 2 * spec.num_kv_heads
-    widths = 4 * spec.hidden_size + 2 * heads * spec.head_dim + 3 * spec.intermediate_size + spec.vocab_size
-    logits = sum(batch_sizes(most, Draw.LOGITS)) * spec.vocab_size
-    return (most * widths + logits) * element_size + sum(len(batch_sizes(most, draw)) for draw in Draw) * DRIVER_BYTES
+    widths = 4 * spec.hidden_size + 2 * heads * spec.head_dim + 3 * spec.intermediate_size
+    logits = (most + sum(batch_sizes(most, Draw.LOGITS))) * spec.vocab_size
+    count = sum(len(batch_sizes(most, draw)) for draw in Draw)
+    return ((most_tokens * widths + logits) * element_size + count * DRIVER_BYTES) if most else 0
 
 
 class CaptureBudget:

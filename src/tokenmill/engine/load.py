@@ -49,7 +49,8 @@ def load_engine(run: RunConfig, path: Path, group: Group) -> tuple[ModelEngine, 
             model = random_model(spec, **options) if checkpoint is None else load_model(checkpoint, **options)
         log.info("weights loaded in %.1f s", time.perf_counter() - started)
         if config.device == "cuda":
-            for_graphs = graph_bytes(spec, config.graph_max_batch, ELEMENT_SIZE[config.dtype])
+            most = config.graph_max_batch, config.prefill_budget + config.max_running
+            for_graphs = graph_bytes(spec, *most, ELEMENT_SIZE[config.dtype])
             log.info("%d MiB of device memory set aside for CUDA graphs", for_graphs >> 20)
             hardware = dataclasses.replace(hardware, memory_bytes=max(free_cuda_memory() - for_graphs, 0))
             config = resolve(run, hardware, spec)

@@ -7,7 +7,7 @@ and captured for those sizes that steps ask for.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -17,9 +17,13 @@ from torch import Tensor
 from tokenmill.engine.device import Captured, GraphDevice
 from tokenmill.engine.graphs import SPARE_UPDATES, CaptureBudget, Draw
 
-TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
-MOST_TOKENS = TOKENS[-1] - 1
+TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, *range(3072, 1 << 16, 1024))
 ROWS = (8, 32, 64, 128, 192, 256)  # that draw
+
+
+def sizes_below(most: int, sizes: Iterable[int]) -> list[int]:
+    """Those of `sizes` below `most`, and `most`."""
+    return [*(size for size in sizes if size < most), most]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -51,14 +55,14 @@ class MixedGraphs:
         self,
         body: Callable[[Tensor, MixedSize, Draw], Tensor],
         spare_numbers: Callable[[MixedSize], array[int]],
-        most_rows: int,
+        most: MixedSize,
         device: GraphDevice,
         budget: CaptureBudget,
     ) -> None:
         self._body, self._spare_numbers = body, spare_numbers
         self._device, self._budget = device, budget
-        rows = [rows for rows in ROWS if rows < most_rows] + [most_rows]
-        self._sizes = [MixedSize(*its) for its in product(TOKENS, rows)]
+        sizes = product(sizes_below(most.tokens, TOKENS), sizes_below(most.rows, ROWS))
+        self._sizes = [MixedSize(*its) for its in sizes]
         self._graphs: dict[tuple[MixedSize, Draw], MixedGraph] = {}
         self._asked: dict[tuple[MixedSize, Draw], None] = {}  # and not captured yet
 

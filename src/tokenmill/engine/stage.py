@@ -82,7 +82,7 @@ class StepColumns:
         for row in rows:
             tokens.extend((LAST_SAMPLED,) if row.token_ids is None else row.token_ids)
             positions.extend(range(row.start, row.start + row.length))
-            slots.extend([row.slot] * row.length)
+            slots += array("i", (row.slot,)) * row.length
             if row.is_sampled:
                 ends.append(len(tokens) - 1)
                 drawing.append(row.slot)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -23,7 +24,7 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     slot: int
     start: int
     length: int
-    token_ids: tuple[int, ...] | None
+    token_ids: Sequence[int] | None
     is_sampled: bool
 
 
@@ -75,7 +76,7 @@ class StepPlan:
         numbers = array("q", (self.step, len(self.rows)))
         for row in self.rows:
             numbers.extend((row.uid, row.slot, row.start, row.length, row.is_sampled))
-            numbers.extend((-1,) if row.token_ids is None else row.token_ids)
+            numbers.extend((-1,) if row.token_ids is None else iter(row.token_ids))
         for opening in self.openings:
             numbers.extend((-2, opening.slot, opening.uid, opening.prompt_len, *opening.blocked_ids))
         for update in self.page_updates:

@@ -55,11 +55,6 @@ class Request:
         return len(self.token_ids)
 
     @property
-    def expected_len(self) -> int:
-        """`total_len` once the steps in flight are done, if none of them ends the request."""
-        return len(self.token_ids) + self.num_pending
-
-    @property
     def num_remaining(self) -> int:
         """Tokens that it may still draw."""
         return self.max_len - len(self.token_ids) - self.num_pending

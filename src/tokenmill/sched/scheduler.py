@@ -212,17 +212,24 @@ class Scheduler:
             else:
                 chunks.append(self._make_row(request, start, end))
                 budget -= length
-        while prefill and budget > 0 and self._waiting and self._free_slots:
+        if prefill and budget > 0 and self._waiting and self._free_slots:
+            self._admit_waiting(budget, chunks)
+        return decodes, chunks
+
+    def _admit_waiting(self, budget: int, chunks: list[Row]) -> None:
+        """Begin waiting requests, while they fit beside what the running ones are expected to take."""
+        reserved = sum(self._expected_pages(request) - len(request.lease.pages) for request in self._running)
+        while budget > 0 and self._waiting and self._free_slots:
             request = self._waiting[0]
-            if not self._admit(request):
-                break
+            if not self._admit(request, reserved):
+                return
             start = request.computed_len
             length = min(budget, request.num_uncomputed)
             if not self._get_pages(request, start + length, may_retract=False):
-                break
+                return
+            reserved += self._expected_pages(request) - len(request.lease.pages)
             chunks.append(self._make_row(request, start, start + length))
             budget -= length
-        return decodes, chunks
 
     def _prompt_budget(self, *, beside_decode: bool) -> int:
         most = self.config.prefill_budget
@@ -238,7 +245,7 @@ class Scheduler:
 
     def _make_row(self, request: Request, start: int, end: int) -> Row:
         known = len(request.token_ids)
-        token_ids = tuple(request.token_ids[start:end]) if start < known else None
+        token_ids = request.token_ids[start:end] if start < known else None
         is_sampled = end == known + request.num_pending
         request.computed_len = end
         request.num_in_flight += 1
@@ -266,12 +273,11 @@ class Scheduler:
             if victim is request:
                 return False
 
-    def _admit(self, request: Request) -> bool:
-        """Give a waiting request a slot, if it fits beside what the running ones are expected to take."""
+    def _admit(self, request: Request, reserved: int) -> bool:
+        """Give a waiting request a slot, if it fits beside the pages reserved."""
         token_ids = request.token_ids.tobytes()
         hit, from_available = self.cache.hit(token_ids, request.salt)
         needed = self._expected_pages(request) - hit // self.config.page_size + from_available
-        reserved = sum(self._expected_pages(other) - len(other.lease.pages) for other in self._running)
         if needed + reserved > self.cache.num_available:
             return False
         self._waiting.pop(0)
@@ -293,8 +299,9 @@ class Scheduler:
 
     def _expected_pages(self, request: Request) -> int:
         """Pages that a request is expected to take in all: prompt in full, output by the ratio, one token at least."""
-        output = int(min(request.num_remaining, MAX_RESERVED_OUTPUT) * self.config.reserve_ratio)
-        return self.cache.num_pages_for(request.expected_len + min(request.num_remaining, max(output, 1)))
+        remaining = request.num_remaining
+        output = int(min(remaining, MAX_RESERVED_OUTPUT) * self.config.reserve_ratio)
+        return self.cache.num_pages_for(request.max_len - remaining + min(remaining, max(output, 1)))
 
     def _finish(self, request: Request, token: int, outcome: Outcome) -> None:
         """End a request that drew a token which stops it, or its last one."""
