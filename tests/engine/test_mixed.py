@@ -34,14 +34,14 @@ class Graphs(MixedGraphs):
         return graph and (graph.size.tokens, graph.size.rows)
 
 
-def test_a_graph_has_room_for_the_step_and_one_token_of_padding():
+def test_a_graph_has_room_for_the_step():
     graphs = Graphs()
     graphs.now = 1000.0
-    assert graphs.size(63, 8) == (64, 8)
-    assert graphs.size(64, 8) == (128, 8)
+    assert graphs.size(64, 8) == (64, 8)
+    assert graphs.size(65, 8) == (128, 8)
     assert graphs.size(300, 9) == (384, 32)
-    assert graphs.size(2048, 256) == (2304, 256)
-    assert graphs.size(2304, 1) is None
+    assert graphs.size(2049, 256) == (2304, 256)
+    assert graphs.size(2305, 1) is None
     assert graphs.size(10, 257) is None
 
 
@@ -53,7 +53,7 @@ def test_without_one_of_its_size_a_step_takes_one_up_to_twice_as_large_or_none()
     assert graphs.order == [(MixedSize(512, 32), Draw.PLAIN)]
     assert graphs.size(500, 8) == (512, 32)
     assert graphs.size(300, 1) == (512, 32)
-    assert graphs.size(255, 1) == (512, 32)
+    assert graphs.size(256, 1) == (512, 32)
     assert graphs.size(250, 1, draw=Draw.FILTERED) is None
     assert graphs.size(200, 1) == (512, 32)
     assert graphs.size(100, 1) is None
@@ -85,5 +85,5 @@ def test_no_memory_ends_captures_and_nothing_else(caplog):
 def test_a_replay_computes_what_it_is_given(tokens):
     graphs = Graphs()
     graphs.now = 1000.0
-    graph = graphs.get(tokens - 1, 1, Draw.PLAIN)
+    graph = graphs.get(tokens, 1, Draw.PLAIN)
     assert graphs.replay(graph, array("i", range(tokens))).tolist() == list(range(1, tokens + 1))

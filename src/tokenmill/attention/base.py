@@ -84,7 +84,7 @@ class GraphAttention(Protocol):
 class TableAttention(Protocol):
     """A backend whose metadata of any step can be tables of a fixed length, so that steps alike in size share a graph.
 
-    Beside its real ones a step has padding tokens, the last of which stands for padding rows too.
+    A step may have padding tokens behind its real ones, which no row names.
     """
 
     def table_length(self, num_tokens: int, num_rows: int) -> int:

@@ -110,9 +110,9 @@ class TritonAttention:
         if len(singles) > num_rows or len(work) > num_items or any(row.length >= self._gather_from for row in rows):
             return None
         spare = num_rows - len(singles)
-        numbers = array("i", [row.first_token for row in singles] + [num_tokens - 1] * spare)
+        numbers = array("i", [row.first_token for row in singles] + [0] * spare)
         numbers.extend([row.slot for row in singles] + [spare_slot] * spare)
-        numbers.extend([row.start for row in singles] + [0] * spare)
+        numbers.extend([row.start for row in singles] + [-1] * spare)  # no context: no program computes such a row
         numbers.extend(number for item in work for number in item)
         numbers.extend([0] * (WORK_COLUMNS * (num_items - len(work))))
         return numbers

@@ -30,7 +30,7 @@ def sizes_below(most: int, sizes: Iterable[int]) -> list[int]:
 class MixedSize:
     """What a graph has room for."""
 
-    tokens: int  # one at least is padding
+    tokens: int
     rows: int
 
     @property
@@ -68,7 +68,7 @@ class MixedGraphs:
 
     def get(self, num_tokens: int, num_rows: int, draw: Draw) -> MixedGraph | None:
         """A graph with room for a step, not much larger than it; captured now if that is due. None: run it eagerly."""
-        size = next((its for its in self._sizes if its.tokens > num_tokens and its.rows >= num_rows), None)
+        size = next((its for its in self._sizes if its.tokens >= num_tokens and its.rows >= num_rows), None)
         if size is None:
             return None
         key = size, draw
