@@ -16,6 +16,8 @@ from tokenmill.ops.triton.norm import rms_norm
 from tokenmill.ops.triton.products import MAX_ROWS, choose_product, product
 from tokenmill.ops.triton.qkv import prepare_qkv
 
+WIDE_LINES = 16384  # of a weight, from where matrix units win at three rows already
+
 
 class TritonOps:
     """Kernels of this package, and the library.
@@ -90,7 +92,7 @@ class TritonOps:
         lines, inputs = weight.shape
         norm_weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         compute: Callable[..., Tensor]
-        if rows <= GEMV_ROWS:
+        if rows <= 2 or (rows <= GEMV_ROWS and lines < WIDE_LINES):
             outputs = lines // 2 if is_gated else lines
             compute = partial(gemv, config=choose_gemv(rows, outputs, inputs, is_gated=is_gated))
         else:
