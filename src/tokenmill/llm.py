@@ -23,6 +23,7 @@ from tokenmill.errors import ConfigError, InvalidRequest, TokenmillError
 from tokenmill.hub import resolve_model
 from tokenmill.parallel.group import Group
 from tokenmill.sched.scheduler import Scheduler
+from tokenmill.text.messages import check_messages
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.text.worker import DetokenizerStage, TokenizerStage, load_template
 from tokenmill.trace import Tracer
@@ -359,12 +360,13 @@ def _job(uids: list[int], prompt: Any, params: SamplingParams, template: Mapping
         return TokenizeJob(uids=uids, params=params, token_ids=_packed(prompt))
     if not prompt or not all(isinstance(message, Mapping) for message in prompt):
         raise InvalidRequest("a prompt must be a text, a list of token ids, or a list of chat messages", "prompt")
+    messages = check_messages([dict(message) for message in prompt], with_tools=True)
     named = {"tools", "add_generation_prompt", "continue_final_message"}
     known = {name: value for name, value in template.items() if name in named}
     if known.get("continue_final_message"):
         known.setdefault("add_generation_prompt", False)
     rest = {name: value for name, value in template.items() if name not in named}
-    chat = ChatPrompt(messages=[dict(message) for message in prompt], template_kwargs=rest, **known)
+    chat = ChatPrompt(messages=messages, template_kwargs=rest, **known)
     return TokenizeJob(uids=uids, params=params, chat=chat)
 
 

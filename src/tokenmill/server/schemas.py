@@ -4,36 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
-NUMBER = {"type": "number"}
+import msgspec
+
+from tokenmill.types import SamplingParams
+
 WHOLE = {"type": "integer"}
 FLAG = {"type": "boolean"}
 TEXT = {"type": "string"}
-COMMON: dict[str, Any] = {
-    "model": TEXT,
-    "max_tokens": WHOLE,
-    "max_completion_tokens": WHOLE,
-    "min_tokens": WHOLE,
-    "temperature": NUMBER,
-    "top_p": NUMBER,
-    "top_k": WHOLE,
-    "min_p": NUMBER,
-    "seed": WHOLE,
-    "n": WHOLE,
-    "stop": {"anyOf": [TEXT, {"type": "array", "items": TEXT}]},
-    "stop_token_ids": {"type": "array", "items": WHOLE},
-    "logit_bias": {"type": "object", "additionalProperties": NUMBER},
-    "ignore_eos": FLAG,
-    "include_stop_str_in_output": FLAG,
-    "skip_special_tokens": FLAG,
-    "stream": FLAG,
-    "stream_options": {"type": "object", "properties": {"include_usage": FLAG}},
-    "user": TEXT,
-    "request_id": TEXT,
-}
 
 
 def _body(required: str, properties: dict[str, Any], example: dict[str, Any]) -> dict[str, Any]:
-    schema = {"type": "object", "required": [required], "properties": properties | COMMON, "example": example}
+    sampling = msgspec.json.schema(SamplingParams)["$defs"]["SamplingParams"]["properties"]
+    common = {
+        "model": TEXT,
+        "max_completion_tokens": WHOLE,
+        "stream": FLAG,
+        "stream_options": {"type": "object", "properties": {"include_usage": FLAG}},
+        "user": TEXT,
+        "request_id": TEXT,
+    }
+    properties = properties | sampling | common
+    schema = {"type": "object", "required": [required], "properties": properties, "example": example}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 

@@ -25,9 +25,7 @@ def encode_chat(
     """The ids of a chat prompt; the template itself writes bos.
 
     Messages of the system and the assistant may hold special tokens: clients send back what a model has written.
-
-    Raises:
-        InvalidRequest: there is no template, it cannot show the messages, or `check_length` refuses their text.
+    Raises InvalidRequest when there is no template, it cannot show the messages, or `check_length` refuses their text.
     """
     if template is None:
         raise InvalidRequest(
@@ -47,7 +45,7 @@ def _mask(prompt: ChatPrompt, special: re.Pattern[str]) -> tuple[ChatPrompt, dic
     A template may cut, strip and join texts, but does not change such a letter.
     """
     found: dict[str, None] = {}
-    untrusted = [message for message in prompt.messages if _is_untrusted(message)]
+    untrusted = [message for message in prompt.messages if message["role"] in UNTRUSTED_ROLES]
     documents = prompt.template_kwargs.get("documents")
     for part in (*untrusted, prompt.tools, documents):
         _map_texts(part, lambda text: found.update(dict.fromkeys(special.findall(text))) or text)
@@ -62,15 +60,11 @@ def _mask(prompt: ChatPrompt, special: re.Pattern[str]) -> tuple[ChatPrompt, dic
 
     masked = replace(
         prompt,
-        messages=[mask(message) if _is_untrusted(message) else message for message in prompt.messages],
+        messages=[mask(message) if message["role"] in UNTRUSTED_ROLES else message for message in prompt.messages],
         tools=mask(prompt.tools),
         template_kwargs={**prompt.template_kwargs, **({"documents": mask(documents)} if documents else {})},
     )
     return masked, {letter: text for text, letter in masks.items()}
-
-
-def _is_untrusted(message: Any) -> bool:
-    return isinstance(message, dict) and message.get("role") in UNTRUSTED_ROLES
 
 
 def _map_texts(value: Any, change: Callable[[str], str]) -> Any:

@@ -24,15 +24,7 @@ OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "contin
 
 
 class ChatTemplate:
-    """A compiled template.
-
-    Args:
-        source: jinja2 text.
-        special_tokens: variables such as `bos_token`.
-
-    Raises:
-        ModelUnreadable: the template is not valid jinja2.
-    """
+    """A compiled jinja2 template, with variables such as `bos_token`; raises ModelUnreadable when it is not valid."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -53,17 +45,14 @@ class ChatTemplate:
         self.takes_parts = self._shows_probe([{"type": "text", "text": PROBE}])
 
     def render(self, prompt: ChatPrompt) -> str:
-        """The text of the prompt.
+        """The text of the prompt, whose messages are those of `check_messages`.
 
-        Raises:
-            InvalidRequest: messages that the template refuses or cannot show, or options that contradict each other.
+        Raises InvalidRequest when the template refuses or cannot show them, or options contradict each other.
         """
-        if not prompt.messages:
-            raise InvalidRequest("messages must hold at least one message", "messages")
         if reserved := OWN_VARIABLES & prompt.template_kwargs.keys():
             names = ", ".join(sorted(reserved))
             raise InvalidRequest(f"{names} cannot be set in chat_template_kwargs", "chat_template_kwargs")
-        messages = [self._message(message, f"messages[{index}]") for index, message in enumerate(prompt.messages)]
+        messages = list(map(self._shown, prompt.messages))
         if not prompt.continue_final_message:
             return self._render(messages, prompt, prompt.add_generation_prompt)
         if prompt.add_generation_prompt:
@@ -91,8 +80,6 @@ class ChatTemplate:
             raise InvalidRequest("continue_final_message needs a last message of the assistant", "messages")
         holder, key = messages[-1], "content"
         if isinstance(holder["content"], list):
-            if not holder["content"]:
-                raise InvalidRequest("continue_final_message needs text in the last message", "messages")
             holder, key = holder["content"][-1], "text"
         text = holder[key]
         holder[key] = f"{text}{END_MARK} "
@@ -101,25 +88,19 @@ class ChatTemplate:
             raise InvalidRequest("the chat template does not show the last message, so it cannot go on", "messages")
         return shown if after.startswith(" ") else shown.rstrip()
 
-    def _message(self, message: Any, where: str) -> dict[str, Any]:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise InvalidRequest(f"{where} must be an object with a role", "messages")
-        clean = {key: value for key, value in message.items() if value is not None}
-        if clean["role"] == "developer" and not self._knows_developer:
-            clean["role"] = "system"
-        content = clean.get("content", "" if clean["role"] == "assistant" else None)
-        clean["content"] = self._content(content, f"{where}.content")
-        if "tool_calls" in clean:
-            clean["tool_calls"] = _tool_calls(clean["tool_calls"], f"{where}.tool_calls")
-        return clean
-
-    def _content(self, content: Any, where: str) -> str | list[dict[str, Any]]:
+    def _shown(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A copy in the form that the template takes."""
+        role, content = message["role"], message["content"]
+        if role == "developer" and not self._knows_developer:
+            role = "system"
         if isinstance(content, str):
-            return content if self.takes_text or not self.takes_parts else [{"type": "text", "text": content}]
-        if not isinstance(content, list):
-            raise InvalidRequest(f"{where} must be a string or a list of text parts", "messages")
-        texts = [_part_text(part, f"{where}[{index}]") for index, part in enumerate(content)]
-        return [{"type": "text", "text": text} for text in texts] if self.takes_parts else "\n".join(texts)
+            if self.takes_parts and not self.takes_text:
+                content = [{"type": "text", "text": content}]
+        elif self.takes_parts:
+            content = [dict(part) for part in content]
+        else:
+            content = "\n".join(part["text"] for part in content)
+        return {**message, "role": role, "content": content}
 
     def _shows_probe(self, content: Any) -> bool:
         # A template that merely adds strings shows a list as Python writes it.
@@ -129,37 +110,6 @@ class ChatTemplate:
         except InvalidRequest:
             return False
         return PROBE in text and "'type'" not in text and '"type"' not in text
-
-
-def _part_text(part: Any, where: str) -> str:
-    if isinstance(part, str):
-        return part
-    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-        raise InvalidRequest(f"{where} must be a part with a type", "messages")
-    if part["type"] != "text":
-        raise InvalidRequest(f"{where} is of type {part['type']!r}; this model takes text only", "messages")
-    if not isinstance(part.get("text"), str):
-        raise InvalidRequest(f"{where}.text must be a string", "messages")
-    return str(part["text"])
-
-
-def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Copies with arguments as objects: clients send them as JSON text, templates expect objects."""
-    if not isinstance(calls, list):
-        raise InvalidRequest(f"{where} must be a list", "messages")
-    copies = []
-    for index, call in enumerate(calls):
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict):
-            raise InvalidRequest(f"{where}[{index}] must be an object with a function", "messages")
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments or "{}")
-            except (ValueError, RecursionError) as error:
-                raise InvalidRequest(f"{where}[{index}].function.arguments is not valid JSON", "messages") from error
-        copies.append({**call, "function": {**function, "arguments": arguments}})
-    return copies
 
 
 class _Generation(Extension):

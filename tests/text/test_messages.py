@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tokenmill.errors import InvalidRequest, UnsupportedField
-from tokenmill.server.messages import check_messages
+from tokenmill.text.messages import check_messages
 
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 
@@ -82,3 +82,41 @@ def test_what_is_not_honoured_is_refused_with_its_place(message: dict[str, Any],
     with pytest.raises(UnsupportedField) as caught:
         check_messages([message])
     assert (caught.value.param or "").startswith(param)
+
+
+def test_tools_are_passed_on_where_they_are_known() -> None:
+    function = {"name": "f", "arguments": '{"x": "\\u00e9"}'}
+    messages = [
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": function}], "refusal": None},
+        {"role": "tool", "content": "3", "tool_call_id": "1"},
+    ]
+    assert check_messages(messages, with_tools=True) == [
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "1", "function": {**function, "arguments": {"x": "é"}}}],
+        },
+        messages[1],
+    ]
+    assert function["arguments"] == '{"x": "\\u00e9"}'
+
+
+@pytest.mark.parametrize(
+    ("message", "param", "words"),
+    [
+        ({"role": 5, "content": "x"}, "messages[0].role", "role"),
+        ({"role": "user", "content": None}, "messages[0].content", "must be a string"),
+        ({"role": "assistant", "tool_calls": "x"}, "messages[0].tool_calls", "must be a list"),
+        ({"role": "assistant", "tool_calls": ["x"]}, "messages[0].tool_calls", "of objects"),
+        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "messages[0].tool_calls", "function"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]},
+            "messages[0].tool_calls",
+            "valid JSON",
+        ),
+    ],
+)
+def test_wrong_tool_calls_are_refused_with_their_place(message: dict[str, Any], param: str, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        check_messages([message], with_tools=True)
+    assert caught.value.param == param

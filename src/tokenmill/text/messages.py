@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from tokenmill.errors import InvalidRequest, UnsupportedField
@@ -12,38 +13,40 @@ TOOL_ROLES = ("tool", "function")
 ANSWER_FIELDS = ("refusal", "tool_calls", "function_call", "audio", "annotations", "reasoning_content")
 
 
-def check_messages(raw: Any) -> list[dict[str, Any]]:
-    """Messages with role, content (a string or a list of text parts) and perhaps name; nothing else.
+def check_messages(raw: Any, *, with_tools: bool = False) -> list[dict[str, Any]]:
+    """Messages with role, content (a string or a list of text parts) and perhaps name, in new dicts.
 
-    Raises:
-        InvalidRequest: a message is wrong; `param` says which, as in "messages[1].content".
+    `with_tools` passes other roles and fields on too, and turns arguments of tool calls into objects: clients send them
+    as JSON text, templates expect objects. Raises InvalidRequest, whose `param` is such as "messages[1].content".
     """
     if raw is None:
         raise InvalidRequest("messages is missing: give a list of messages with role and content", "messages")
     if not isinstance(raw, list) or not raw:
         raise InvalidRequest("messages must be a list of messages that is not empty", "messages")
-    return [_message(f"messages[{index}]", message) for index, message in enumerate(raw)]
+    return [_message(f"messages[{index}]", message, with_tools) for index, message in enumerate(raw)]
 
 
-def _message(where: str, raw: Any) -> dict[str, Any]:
+def _message(where: str, raw: Any, with_tools: bool) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise InvalidRequest(f"{where} must be an object with role and content", where)
-    role = raw.get("role")
-    if role in TOOL_ROLES:
+    role, content = raw.get("role"), raw.get("content")
+    if role in TOOL_ROLES and not with_tools:
         raise UnsupportedField(f"{where}.role {role!r} is not supported: tools are not", f"{where}.role")
-    if role not in ROLES:
+    if not isinstance(role, str) or (role not in ROLES and not with_tools):
         raise InvalidRequest(f"{where}.role must be one of {', '.join(ROLES)}", f"{where}.role")
-    message = {"role": role, "content": _content(f"{where}.content", raw.get("content"))}
+    if content is None and role == "assistant" and with_tools:
+        content = ""
+    message = {"role": role, "content": _content(f"{where}.content", content)}
     for name, value in raw.items():
+        place = f"{where}.{name[:80]}"
         if name in message or (name in ANSWER_FIELDS and not value):
             continue
-        if name != "name":
-            raise UnsupportedField(f"{where}.{name[:80]} is not supported: leave it out", f"{where}.{name[:80]}")
-        if value is None:
-            continue
-        if not isinstance(value, str):
-            raise InvalidRequest(f"{where}.name must be a string", f"{where}.name")
-        message["name"] = value
+        if name != "name" and not with_tools:
+            raise UnsupportedField(f"{place} is not supported: leave it out", place)
+        if name == "name" and not isinstance(value, str | None):
+            raise InvalidRequest(f"{place} must be a string", place)
+        if value is not None:
+            message[name] = _tool_calls(place, value) if name == "tool_calls" else value
     return message
 
 
@@ -65,3 +68,21 @@ def _part(where: str, raw: Any) -> dict[str, str]:
     if extra := next((name for name in raw if name not in ("type", "text")), None):
         raise UnsupportedField(f"{where}.{extra[:80]} is not supported: leave it out", f"{where}.{extra[:80]}")
     return {"type": "text", "text": raw["text"]}
+
+
+def _tool_calls(where: str, raw: Any) -> list[dict[str, Any]]:
+    if not isinstance(raw, list) or not all(isinstance(call, dict) for call in raw):
+        raise InvalidRequest(f"{where} must be a list of objects", where)
+    calls = []
+    for index, call in enumerate(raw):
+        function = call.get("function")
+        if not isinstance(function, dict):
+            raise InvalidRequest(f"{where}[{index}] must be an object with a function", where)
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except (ValueError, RecursionError) as error:
+                raise InvalidRequest(f"{where}[{index}].function.arguments is not valid JSON", where) from error
+        calls.append({**call, "function": {**function, "arguments": arguments}})
+    return calls
