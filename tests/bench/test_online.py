@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.sched.support import make_config
-from tokenmill.bench.online import Served, drive, peak_rate, poisson
+from tokenmill.bench.online import Clients, Served, drive, peak_rate, percentile, poisson
 from tokenmill.bench.workload import Job
 from tokenmill.engine.fake import FakeEngine
 from tokenmill.errors import TokenmillError
@@ -46,7 +46,7 @@ def serve(jobs: list[Job], times: list[float], **changes: object) -> tuple[list[
     config = make_config(**changes)
     engine, clock = TimedEngine(config), FakeClock()
     engine.clock = clock
-    return drive(engine, config, jobs, times, clock), clock
+    return drive(engine, config, Clients(jobs, times, clock.now, clock.sleep)), clock
 
 
 @pytest.mark.parametrize("loop", ["serial", "overlap"])
@@ -83,3 +83,8 @@ def test_peak_counts_while_as_many_run_as_may() -> None:
     served = [Served(0.0, [1.0, 2.0]), Served(0.0, [1.0, 2.0, 3.0]), Served(0.0, [4.0, 5.0]), Served(0.0, [5.0, 9.0])]
     assert peak_rate(served, max_running=2) == 3 / (3.0 - 1.0)
     assert peak_rate(served, max_running=4) == 9 / 9.0
+
+
+def test_percentiles_are_values_that_occur() -> None:
+    assert [percentile([3.0, 1.0, 2.0, 4.0], share) for share in (0.0, 0.5, 0.99)] == [1.0, 2.0, 4.0]
+    assert percentile([7.0], 0.5) == 7.0

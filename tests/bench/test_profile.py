@@ -10,13 +10,9 @@ import pytest
 from tokenmill.bench.profile import check_file, idle_share, profiled, step_times
 from tokenmill.bench.report import Report
 from tokenmill.errors import ConfigError
-from tokenmill.trace import DEVICE, Span, StepSize
+from tokenmill.trace import DEVICE, Span
 
 US = 1000
-
-
-def steps(*rows_and_tokens: tuple[int, int]) -> list[StepSize]:
-    return [StepSize(step, rows, tokens, 0) for step, (rows, tokens) in enumerate(rows_and_tokens)]
 
 
 def host_spans(step: int, *, plan: int, launch: int, stage: int, commit: int) -> list[Span]:
@@ -26,10 +22,9 @@ def host_spans(step: int, *, plan: int, launch: int, stage: int, commit: int) ->
 
 def test_host_time_is_plan_stage_the_rest_of_launch_and_commit() -> None:
     spans = [*host_spans(0, plan=10, launch=50, stage=30, commit=7), Span(DEVICE, "step", 0, 100 * US, 400 * US)]
-    (times,) = step_times(spans, steps((3, 3)))
-    assert (times.plan, times.stage, times.launch, times.commit) == (10, 30, 20, 7)
-    assert times.host == 67
-    assert (times.device, times.gap, times.is_decode) == (300, None, True)
+    (times,) = step_times(spans, {0: (3, 3)})
+    assert times.phases == {"plan": 10, "stage": 30, "launch": 20, "commit": 7, "host": 67, "device": 300}
+    assert (times.rows, times.gap, times.is_decode) == (3, None, True)
 
 
 def test_phases_of_other_threads_are_not_the_hosts() -> None:
@@ -39,18 +34,18 @@ def test_phases_of_other_threads_are_not_the_hosts() -> None:
         Span("host", "commit", 0, 5 * US, 6 * US),
         Span(DEVICE, "step", 0, 0, 1),
     ]
-    (times,) = step_times(spans, steps((1, 1)))
-    assert (times.stage, times.launch) == (0, 5)
+    (times,) = step_times(spans, {0: (1, 1)})
+    assert (times.phases["stage"], times.phases["launch"]) == (0, 5)
 
 
 def test_steps_that_are_not_committed_are_left_out() -> None:
     spans = [Span("host", "launch", 0, 0, 5), Span(DEVICE, "step", 0, 0, 1)]
-    assert step_times(spans, steps((1, 1))) == []
+    assert step_times(spans, {0: (1, 1)}) == []
 
 
 def test_idle_is_the_gaps_between_decode_steps_that_follow_one_another() -> None:
     begins_and_ends = [(0, 90), (100, 190), (195, 300), (900, 990), (1000, 1090)]
-    sizes = steps((2, 2), (2, 2), (2, 9), (2, 2), (2, 2))
+    sizes = dict(enumerate([(2, 2), (2, 2), (2, 9), (2, 2), (2, 2)]))
     spans = [Span(DEVICE, "step", step, begin * US, end * US) for step, (begin, end) in enumerate(begins_and_ends)]
     for step in range(5):
         spans += host_spans(step, plan=1, launch=1, stage=0, commit=1)

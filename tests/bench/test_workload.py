@@ -5,8 +5,10 @@ import random
 import pytest
 
 from tokenmill.bench.options import OfflineOptions
-from tokenmill.bench.workload import SHAPES, offline256
+from tokenmill.bench.workload import SHAPES
 from tokenmill.flags import OfflineFlags, parse
+
+offline256 = SHAPES["offline256"].jobs
 
 PUBLISHED_OUTPUT_TOKENS = 133_966
 

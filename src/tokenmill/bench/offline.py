@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections.abc import Sequence
 
 from tokenmill.bench.options import OfflineOptions
 from tokenmill.bench.profile import check_file, profiled
-from tokenmill.bench.report import Cell, Report, describe, spread
+from tokenmill.bench.report import Report, describe
 from tokenmill.bench.workload import SHAPES, Shape
 from tokenmill.config import RunConfig
 from tokenmill.errors import ConfigError
 from tokenmill.llm import LLM
-from tokenmill.trace import Tracer
 from tokenmill.types import SamplingParams
-
-COLUMNS = ("shape", "requests", "figure", "median", "least", "greatest")
-Figures = dict[str, float]
 
 
 def run(config: RunConfig, options: OfflineOptions, *, as_json: bool) -> None:
@@ -33,11 +31,18 @@ def run(config: RunConfig, options: OfflineOptions, *, as_json: bool) -> None:
     with LLM.from_config(config) as llm:
         report = Report(describe(config.model.model, llm.scheduler.config), as_json=as_json)
         with profiled(options.profile, llm.scheduler.config.device, report) as tracer:
-            rows = [row for name in options.shape for row in _run_shape(llm, name, options, report, tracer)]
-            report.table(COLUMNS, rows)
+            for name in options.shape:
+                shape = SHAPES[name]
+                measure(llm, shape, options.seed, 0)
+                llm.trace(tracer)
+                rounds = [measure(llm, shape, options.seed, index + 1) for index in range(options.rounds)]
+                llm.trace(None)
+                spreads = {figure: _spread([its[figure] for its in rounds]) for figure in rounds[0]}
+                report.line(shape=name, requests=shape.requests, rounds=options.rounds, **spreads)
+            report.table()
 
 
-def measure(llm: LLM, shape: Shape, seed: int, round_index: int) -> Figures:
+def measure(llm: LLM, shape: Shape, seed: int, round_index: int) -> dict[str, float]:
     """One round: all jobs, at most `shape.concurrency` at a time.
 
     Returns:
@@ -62,15 +67,5 @@ def measure(llm: LLM, shape: Shape, seed: int, round_index: int) -> Figures:
     return figures
 
 
-def _run_shape(
-    llm: LLM, name: str, options: OfflineOptions, report: Report, tracer: Tracer | None
-) -> list[tuple[Cell, ...]]:
-    shape = SHAPES[name]
-    measure(llm, shape, options.seed, 0)
-    llm.trace(tracer)
-    rounds = [measure(llm, shape, options.seed, index + 1) for index in range(options.rounds)]
-    llm.trace(None)
-    figures = {figure: spread([its[figure] for its in rounds]) for figure in rounds[0]}
-    requests = len(shape.jobs(llm.vocab_size, options.seed, 0))
-    report.line(shape=name, requests=requests, rounds=options.rounds, **figures)
-    return [(name, str(requests), figure, *values) for figure, values in figures.items()]
+def _spread(values: Sequence[float]) -> list[float]:
+    return [pick(values) for pick in (statistics.median, min, max)]

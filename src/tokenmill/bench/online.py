@@ -5,19 +5,19 @@ Their prompts are ids, and their tokens count as served when their step is commi
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Protocol
+from itertools import accumulate, pairwise
 
 from tokenmill.bench.options import OnlineOptions
 from tokenmill.bench.profile import check_file, profiled
-from tokenmill.bench.report import Cell, Report, describe, percentile
-from tokenmill.bench.workload import Job, make_jobs
+from tokenmill.bench.report import Report, describe
+from tokenmill.bench.workload import Job, Shape
 from tokenmill.config import ResolvedConfig, RunConfig
 from tokenmill.engine.base import Engine
 from tokenmill.engine.load import load_engine
@@ -33,29 +33,6 @@ from tokenmill.worker.core import Core
 from tokenmill.worker.loop import make_loop
 
 LENGTHS = (100, 1024)
-COLUMNS = ("load", "requests/s", "output tok/s", "TTFT ms", "p99 ms", "ITL ms", "p99 ms", "p99/p50")
-
-
-class Clock(Protocol):
-    """Seconds since any moment."""
-
-    def now(self) -> float:
-        """The time."""
-
-    def sleep(self, seconds: float) -> None:
-        """Wait."""
-
-
-class WallClock:
-    """The machine's clock."""
-
-    def now(self) -> float:
-        """See `Clock.now`."""
-        return time.perf_counter()
-
-    def sleep(self, seconds: float) -> None:
-        """See `Clock.sleep`."""
-        time.sleep(seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,22 +46,28 @@ class Served:
 class Clients:
     """Both ends of a scheduler: an inbox that holds each request back until its time, and what takes the tokens.
 
-    The inbox ends with Stop when the last request is served.
+    The inbox ends with Stop when the last request is served. `now` and `sleep` are in seconds.
     """
 
-    def __init__(self, jobs: Sequence[Job], times: Sequence[float], clock: Clock) -> None:
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        times: Sequence[float],
+        now: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self.served = [Served(at) for at in times]
-        self._jobs, self._clock, self._begin = jobs, clock, clock.now()
+        self._jobs, self._now, self._sleep, self._begin = jobs, now, sleep, now()
         self._num_sent = 0
 
     def receive(self, timeout: float | None = None) -> list[ToScheduler]:
         """Requests that are due; without a timeout waits until one is."""
-        sent, now = self._num_sent, self._clock.now() - self._begin
+        sent, now = self._num_sent, self._now() - self._begin
         if timeout is None:
             if sent == len(self._jobs):
                 return [Stop()]
             if self.served[sent].arrived > now:
-                self._clock.sleep(self.served[sent].arrived - now)
+                self._sleep(self.served[sent].arrived - now)
                 now = self.served[sent].arrived
         while self._num_sent < len(self._jobs) and self.served[self._num_sent].arrived <= now:
             self._num_sent += 1
@@ -100,7 +83,7 @@ class Clients:
             for finish in message.finished:
                 if finish.error is not None:
                     raise TokenmillError(finish.error.message)
-            now = self._clock.now() - self._begin
+            now = self._now() - self._begin
             for uid in message.uids:
                 self.served[uid].tokens.append(now)
 
@@ -108,16 +91,8 @@ class Clients:
         """Nothing to do."""
 
 
-def drive(
-    engine: Engine,
-    config: ResolvedConfig,
-    jobs: Sequence[Job],
-    times: Sequence[float],
-    clock: Clock,
-    tracer: Tracer | None = None,
-) -> list[Served]:
-    """Serve jobs that arrive at `times`, in seconds from now and in order, with a scheduler of their own."""
-    clients = Clients(jobs, times, clock)
+def drive(engine: Engine, config: ResolvedConfig, clients: Clients, tracer: Tracer | None = None) -> list[Served]:
+    """Serve the clients with a scheduler of their own."""
     loop = make_loop(Core(Scheduler(config), clients, clients, NullSender()), engine)
     loop.steps.tracer = tracer
     while loop.turn():
@@ -128,11 +103,7 @@ def drive(
 def poisson(requests: int, rate: float, seed: int) -> list[float]:
     """Arrival times of a Poisson process, in seconds: `rate` requests a second on average."""
     draw = random.Random(f"{seed}/arrivals")
-    times, at = [], 0.0
-    for _ in range(requests):
-        at += draw.expovariate(rate)
-        times.append(at)
-    return times
+    return list(accumulate(draw.expovariate(rate) for _ in range(requests)))
 
 
 def peak_rate(served: Sequence[Served], max_running: int) -> float:
@@ -162,28 +133,29 @@ def run(config: RunConfig, options: OnlineOptions, *, as_json: bool) -> None:
     engine, resolved, spec = load_engine(config, files.path, Group.solo())
     with closing(engine):
         report = Report(describe(config.model.model, resolved), as_json=as_json)
-        rounds = [
-            make_jobs(spec.vocab_size, options.seed, index, requests=options.requests, prompt=LENGTHS, output=LENGTHS)
-            for index in range(3)
-        ]
+        shape = Shape(options.requests, LENGTHS, LENGTHS, options.requests)
+        first, second, third = (shape.jobs(spec.vocab_size, options.seed, index) for index in range(3))
         at_once = [0.0] * options.requests
-        clock = WallClock()
-        drive(engine, resolved, rounds[0], at_once, clock)
-        served = drive(engine, resolved, rounds[1], at_once, clock)
-        mean_output = statistics.mean(job.max_tokens for job in rounds[2])
-        peak = peak_rate(served, resolved.max_running) / mean_output
-        rows = [_show("peak", peak, served, report)]
+        drive(engine, resolved, Clients(first, at_once))
+        served = drive(engine, resolved, Clients(second, at_once))
+        peak = peak_rate(served, resolved.max_running) / statistics.mean(job.max_tokens for job in third)
+        _show("peak", peak, served, report)
         rate = options.share * peak if options.rate is None else options.rate
         with profiled(options.profile, resolved.device, report) as tracer:
             engine.tracer = tracer
             times = poisson(options.requests, rate, options.seed)
-            served = drive(engine, resolved, rounds[2], times, clock, tracer)
+            served = drive(engine, resolved, Clients(third, times), tracer)
             engine.tracer = None
-            rows.append(_show("poisson", rate, served, report))
-            report.table(COLUMNS, rows)
+            _show("poisson", rate, served, report)
+            report.table()
 
 
-def _show(name: str, rate: float, served: Sequence[Served], report: Report) -> tuple[Cell, ...]:
+def percentile(values: Sequence[float], share: float) -> float:
+    """The least value that at least `share` of the values do not exceed. `values` must not be empty."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def _show(name: str, rate: float, served: Sequence[Served], report: Report) -> None:
     first = [its.tokens[0] - its.arrived for its in served]
     between = [after - before for its in served for before, after in pairwise(its.tokens)]
     latencies = {
@@ -192,10 +164,8 @@ def _show(name: str, rate: float, served: Sequence[Served], report: Report) -> t
         for share in (0.5, 0.99)
     }
     output_rate = sum(len(its.tokens) for its in served) / max(its.tokens[-1] for its in served)
-    ratio = latencies["itl_p99_ms"] / latencies["itl_p50_ms"]
-    found = {"request_rate": rate, "output_tok_s": output_rate, **latencies, "p99_over_p50": ratio}
-    report.line(load=name, requests=len(served), **found)
-    return name, *found.values()
+    found = {"requests": len(served), "request_rate": rate, "output_tok_s": output_rate, **latencies}
+    report.line(load=name, **found, p99_over_p50=latencies["itl_p99_ms"] / latencies["itl_p50_ms"])
 
 
 def _message(uid: int, job: Job) -> GenerateJob:

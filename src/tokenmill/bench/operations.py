@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tokenmill.attention.base import AttentionBackend, FusedAttention, GraphAttention, KVCache, RowLayout
+from tokenmill.config import ResolvedConfig
 from tokenmill.ops.api import HeadNorms, Norm, Ops, Rotation
 from tokenmill.sampling.batch import SamplingTable, Upload
 from tokenmill.sampling.select import make_sampler
@@ -19,12 +20,12 @@ from tokenmill.types import SamplingParams
 
 ROTATED_BYTES = {"cpu": 2**26, "cuda": 2**28}  # several times the last cache
 MOST_COPIES = 64
+COPY_BYTES = {"cpu": 2**27, "cuda": 2**30}
 RAGGED = (64, 2048)  # tokens of context
 DRAWS = (
     ("sampling", SamplingParams(temperature=0.6, seed=0), False),
     ("sampling, top_k + top_p", SamplingParams(temperature=0.6, top_k=50, top_p=0.9, seed=0), True),
 )
-
 
 Call = Callable[[], Tensor]
 
@@ -38,7 +39,7 @@ class Case:
     """
 
     name: str
-    rows: int
+    rows: int | None
     calls: Sequence[Call]
     num_bytes: int
     num_flops: int = 0
@@ -49,24 +50,18 @@ class Operations:
     """Builds cases for a model: `ops` and `attention` are what an engine would use."""
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        ops: Ops,
-        attention: AttentionBackend,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        page_size: int,
-        upload: Upload,
+        self, spec: ModelSpec, ops: Ops, attention: AttentionBackend, config: ResolvedConfig, upload: Upload
     ) -> None:
         self._spec, self._ops, self._attention, self._upload = spec, ops, attention, upload
-        self._dtype, self._device, self._page_size = dtype, device, page_size
+        self._dtype: torch.dtype = getattr(torch, config.dtype)
+        self._device, self._page_size = torch.device(config.device), config.page_size
 
     def cases(self, rows: Sequence[int], context: int, prompt: int) -> Iterator[Case]:
-        """Decode steps of so many rows, then attention of a prompt, alone and on as long a prefix.
+        """A copy of memory; decode steps of so many rows; attention of a prompt, alone and on as long a prefix.
 
         Memory is taken when a case is made, and free once it is forgotten.
         """
+        yield self._copy()
         for count in rows:
             yield from self._products(count)
             yield from self._between(count)
@@ -78,6 +73,10 @@ class Operations:
                 yield from self._decode(", ragged", lengths)
         yield self._prefill("prefill attention", prompt, 0)
         yield self._prefill("prefill on a prefix", prompt, prompt)
+
+    def _copy(self) -> Case:
+        source, target = torch.ones(2, COPY_BYTES[self._device.type], dtype=torch.uint8, device=self._device)
+        return Case("copy", None, [partial(target.copy_, source)], 2 * source.nbytes, is_captured=False)
 
     def _products(self, rows: int) -> Iterator[Case]:
         spec, ops, hidden = self._spec, self._ops, self._spec.hidden_size
@@ -140,7 +139,7 @@ class Operations:
             metadata = attention.plan(layout, page_table, self._page_size)
         query = self._random(rows, self._spec.num_heads, self._spec.head_dim)
         calls = [partial(attention.run, query, kv, layer, metadata) for layer in range(layers)]
-        flops = 4 * self._spec.num_heads * self._spec.head_dim * sum(lengths)
+        flops = 4 * query[0].numel() * sum(lengths)
         yield Case(f"decode attention{suffix}", rows, calls, kv_bytes + 2 * query.nbytes, flops)
         if isinstance(attention, FusedAttention) and attention.prepares(metadata):
             qkv, rotation, norms = self._qkv(rows)
@@ -155,15 +154,9 @@ class Operations:
         metadata = self._attention.plan(RowLayout((0,), (prefix,), (length,)), page_table, self._page_size)
         query = self._random(length, self._spec.num_heads, self._spec.head_dim)
         calls = [partial(self._attention.run, query, kv, layer, metadata) for layer in range(2)]
-        pairs = length * prefix + length * (length + 1) // 2
-        return Case(
-            name,
-            length,
-            calls,
-            self._kv_bytes(length + prefix) + 2 * query.nbytes,
-            4 * self._spec.num_heads * self._spec.head_dim * pairs,
-            is_captured=False,
-        )
+        flops = 4 * query[0].numel() * (length * prefix + length * (length + 1) // 2)
+        num_bytes = self._kv_bytes(length + prefix) + 2 * query.nbytes
+        return Case(name, length, calls, num_bytes, flops, is_captured=False)
 
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(shape, dtype=self._dtype, device=self._device)

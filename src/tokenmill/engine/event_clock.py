@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import torch
 
+from tokenmill.trace import Clock
 
-class EventClock:
-    """See `trace.Clock`. Marks lie in the stream that is current; nothing waits for one until it is read."""
+
+class EventClock(Clock):
+    """Marks lie in the stream that is current; nothing waits for one until it is read."""
 
     def __init__(self) -> None:
         self._origin = self.stamp()
@@ -26,9 +29,5 @@ class EventClock:
         """See `Clock.nanoseconds`. Summed from mark to mark: over a whole run float32 milliseconds are too coarse."""
         if stamps:
             stamps[-1].synchronize()
-        found, before, at = [], self._origin, float(self._origin_at)
-        for stamp in stamps:
-            at += before.elapsed_time(stamp) * 1e6
-            found.append(round(at))
-            before = stamp
-        return found
+        steps = (1e6 * before.elapsed_time(mark) for before, mark in pairwise([self._origin, *stamps]))
+        return [round(at) for at in accumulate(steps, initial=self._origin_at)][1:]
