@@ -156,6 +156,24 @@ def test_ctrl_c_ends_a_call_between_steps(llm, monkeypatch):
     assert llm.generate("abc", GREEDY)[0].usage.completion_tokens == 8
 
 
+def test_a_second_ctrl_c_strikes_inside_a_step(llm, monkeypatch):
+    held = []
+    plan = llm.scheduler.plan
+
+    def hang():
+        monkeypatch.setattr(llm.scheduler, "plan", plan)
+        os.kill(os.getpid(), signal.SIGINT)
+        held.append(True)
+        os.kill(os.getpid(), signal.SIGINT)
+        held.append(False)
+
+    monkeypatch.setattr(llm.scheduler, "plan", hang)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("abc", GREEDY)
+    assert held == [True]
+    assert is_idle(llm)
+
+
 @pytest.mark.parametrize("prompt", ["", [], [{"role": "user"}], [999999], [-1], [2**40], [[]], {}, [None]])
 def test_bad_prompts_are_refused(llm, prompt):
     with pytest.raises(InvalidRequest):

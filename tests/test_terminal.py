@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +38,7 @@ class FakeLLM:
     aborted: int = 0
     num_deltas: int = 0
 
-    def stream(self, prompt: Any, params: SamplingParams | None = None, /) -> Iterator[TextDelta]:
+    def stream(self, prompt: Any, params: SamplingParams | None = None, /) -> Generator[TextDelta, None, None]:
         self.asked.append(prompt)
         self.params.append(params)
         if self.refuse in str(prompt):
@@ -54,7 +54,7 @@ class FakeLLM:
                 yield TextDelta(
                     uid=1, text=word, completion_tokens=index + 1, finish_reason=self.finish if is_last else None
                 )
-        except GeneratorExit:
+        except KeyboardInterrupt:
             self.aborted += 1
             raise
 
@@ -137,13 +137,11 @@ class TestChat:
 
     def test_interrupt_stops_the_answer_and_keeps_what_was_said(self, capsys: pytest.CaptureFixture[str]) -> None:
         llm = FakeLLM(interrupt_at=1)
-        before = signal.getsignal(signal.SIGINT)
         with typed("hello\rmore\r\x04"):
             assert chat(llm, is_terminal=True) == 0
         assert llm.aborted == 2
-        assert llm.asked[1] == [user("hello"), {"role": "assistant", "content": "one two "}, user("more")]
-        assert "stopped; 2 tokens" in capsys.readouterr().err
-        assert signal.getsignal(signal.SIGINT) is before
+        assert llm.asked[1] == [user("hello"), {"role": "assistant", "content": "one "}, user("more")]
+        assert "stopped; 1 tokens" in capsys.readouterr().err
 
     def test_interrupt_at_the_prompt_stays(self, capsys: pytest.CaptureFixture[str]) -> None:
         llm = FakeLLM()
@@ -227,18 +225,7 @@ class TestGenerate:
         llm = FakeLLM(interrupt_at=1)
         assert generate(llm, "x") == terminal.INTERRUPTED
         assert llm.aborted == 1
-        assert capsys.readouterr().out == "one two \n"
-
-    def test_second_interrupt_raises(self) -> None:
-        def stuck(*args: object) -> Iterator[TextDelta]:
-            os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
-            yield TextDelta(uid=1, text="late")
-
-        llm = FakeLLM()
-        llm.stream = stuck  # type: ignore[method-assign]
-        with pytest.raises(KeyboardInterrupt):
-            generate(llm, "x")
+        assert capsys.readouterr().out == "one \n"
 
     def test_refusal_is_the_callers(self) -> None:
         with pytest.raises(RequestTooLong):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from threading import current_thread, main_thread
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, TypeGuard
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -320,17 +320,26 @@ class LLM:
 
 @contextmanager
 def _whole_steps() -> Iterator[None]:
-    """Hold Ctrl-C back until the end of the block: a step that is cut in half could not be committed."""
+    """Hold Ctrl-C back until the end of the block: a step that is cut in half could not be committed.
+
+    A second one strikes at once, for a device that hangs.
+    """
     if current_thread() is not main_thread() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    interrupts: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
+    held: list[int] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        if held:
+            raise KeyboardInterrupt
+        held.append(number)
+
+    signal.signal(signal.SIGINT, hold)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if interrupts:
+    if held:
         raise KeyboardInterrupt
 
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import io
 import os
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any, Protocol
 
 from tokenmill.errors import TokenmillError
 from tokenmill.hub import cache_folder
 from tokenmill.types import FinishReason, SamplingParams
+from tokenmill.wire.messages import TextDelta
 
 INTERRUPTED = 130
 MAX_HISTORY_BYTES = 1 << 20
@@ -30,29 +28,11 @@ HELP = """\
 Ctrl-C stops an answer. A line that begins with a space is sent as it is, also when a / follows."""
 
 
-class Delta(Protocol):
-    """What is new of an answer; `completion_tokens` counts its tokens so far."""
-
-    @property
-    def text(self) -> str: ...  # noqa: D102
-    @property
-    def completion_tokens(self) -> int: ...  # noqa: D102
-    @property
-    def finish_reason(self) -> FinishReason | None: ...  # noqa: D102
-
-
-class DeltaStream(Protocol):
-    """An iterator of deltas; closing it aborts the request."""
-
-    def __iter__(self) -> Iterator[Delta]: ...
-    def close(self) -> None: ...  # noqa: D102
-
-
 class Streamer(Protocol):
     """The part of `tokenmill.llm.LLM` that the terminal needs."""
 
-    def stream(self, prompt: Any, params: SamplingParams | None = None, /) -> DeltaStream:
-        """Answer a text, token ids or chat messages."""
+    def stream(self, prompt: Any, params: SamplingParams | None = None, /) -> Generator[TextDelta, None, None]:
+        """Answer a text, token ids or chat messages; closing the generator aborts the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +53,7 @@ class Conversation:
     messages: list[dict[str, Any]] = field(default_factory=list)
 
     def answer(self, text: str, write: Callable[[str], None]) -> Outcome:
-        """Stream the answer to `text`.
-
-        Raises:
-            TokenmillError: the request was refused or failed; the conversation is as before.
-        """
+        """Stream the answer to `text`; the conversation is as before when this raises TokenmillError."""
         head = [{"role": "system", "content": self.system}] if self.system else []
         asked = {"role": "user", "content": text}
         parts: list[str] = []
@@ -114,14 +90,9 @@ def chat(
 ) -> int:
     """Talk with a model: lines from the terminal or from a pipe, answers to stdout, notes to stderr.
 
-    Args:
-        llm: what answers.
-        system: system text; None leaves it to the model's template.
-        params: sampling parameters of every answer.
-        is_terminal: edit lines and show notes; default is whether stdin is a terminal.
-
-    Returns:
-        The exit code: 0, or where lines come from a pipe 1 when one could not be answered, 130 after Ctrl-C.
+    `system` None leaves the system text to the model's template. With `is_terminal`, by default whether stdin is one,
+    lines are edited and notes shown. Returns the exit code: 0, or where lines come from a pipe 1 when one could not be
+    answered, 130 after Ctrl-C.
     """
     is_terminal = sys.stdin.isatty() if is_terminal is None else is_terminal
     conversation = Conversation(llm, params, system)
@@ -150,13 +121,9 @@ def chat(
 
 
 def generate(llm: Streamer, prompt: str, params: SamplingParams | None = None) -> int:
-    """Stream the continuation of `prompt` to stdout.
+    """Stream the continuation of `prompt` to stdout; returns the exit code, 130 after Ctrl-C.
 
-    Returns:
-        The exit code: 0, or 130 after Ctrl-C.
-
-    Raises:
-        TokenmillError: the request was refused or failed.
+    Raises TokenmillError when the request was refused or failed.
     """
     write = _writer()
     with _end_at_broken_pipe():
@@ -170,41 +137,22 @@ def _stream(
     llm: Streamer, prompt: str | Sequence[dict[str, Any]], params: SamplingParams | None, write: Callable[[str], None]
 ) -> Outcome:
     started, first, tokens_at_first, tokens = time.perf_counter(), None, 0, 0
-    ended: FinishReason | None = None
-    with _interrupt_flag() as interrupted, closing(llm.stream(prompt, params)) as deltas:
-        for delta in deltas:
-            write(delta.text)
-            tokens, ended = delta.completion_tokens, delta.finish_reason
-            if first is None and tokens:
-                first, tokens_at_first = time.perf_counter(), tokens
-            if interrupted.is_set():
-                break
+    is_interrupted, how = False, ""
+    with closing(llm.stream(prompt, params)) as deltas:
+        try:
+            for delta in deltas:
+                write(delta.text)
+                tokens = delta.completion_tokens
+                how = "length limit reached; " if delta.finish_reason is FinishReason.LENGTH else ""
+                if first is None and tokens:
+                    first, tokens_at_first = time.perf_counter(), tokens
+        except KeyboardInterrupt:  # `LLM` lets it strike between steps only
+            is_interrupted, how = True, "stopped; "
     now = time.perf_counter()
     first = first or now
     later = tokens - tokens_at_first
     speed = f", {later / (now - first):.1f} tokens/s" if later and now > first else ""
-    how = "stopped; " if interrupted.is_set() else "length limit reached; " if ended is FinishReason.LENGTH else ""
-    return Outcome(f"{how}{tokens} tokens, first after {first - started:.2f} s{speed}", interrupted.is_set())
-
-
-@contextmanager
-def _interrupt_flag() -> Iterator[threading.Event]:
-    """Ctrl-C sets the flag: an exception could strike in the middle of a step. A second Ctrl-C raises."""
-    flag = threading.Event()
-
-    def on_interrupt(number: int, frame: FrameType | None) -> None:
-        if flag.is_set():
-            raise KeyboardInterrupt
-        flag.set()
-
-    if threading.current_thread() is not threading.main_thread():
-        yield flag
-        return
-    before = signal.signal(signal.SIGINT, on_interrupt)
-    try:
-        yield flag
-    finally:
-        signal.signal(signal.SIGINT, before)
+    return Outcome(f"{how}{tokens} tokens, first after {first - started:.2f} s{speed}", is_interrupted)
 
 
 @contextmanager

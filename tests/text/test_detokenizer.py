@@ -9,14 +9,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
-from tokenmill.text.detokenizer import WINDOW, ByteDecoder, StopScanner, TextStream, unfinished_length
+from tokenmill.text.detokenizer import WINDOW, ByteDecoder, StopScanner, TextStream
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.text.vocabulary import Vocabulary
 from tokenmill.wire.messages import TextOptions, pack_ids
 
 EMOJI = "😀".encode()
 BYTES = st.binary(max_size=12) | st.text(max_size=4).map(lambda text: text.encode("utf-8", "surrogatepass"))
-ENDINGS = [bytes([second]) + b"\x80" * more for second in (0x80, 0x90, 0xBF) for more in range(3)]
 
 
 def one_byte_tokens(token_id: int) -> bytes:
@@ -40,23 +39,13 @@ def stream_text(stream: TextStream, parts: list[list[int]]) -> tuple[str, str | 
     return "".join([*deltas, text]), stop, [*deltas, text]
 
 
-@given(BYTES)
-def test_only_what_may_become_a_character_is_held(data: bytes) -> None:
-    held = unfinished_length(data)
-    tail = data[len(data) - held :]
-    for length in range(1, min(3, len(data)) + 1):
-        may_become = any(_is_one_character(data[len(data) - length :] + ending) for ending in ENDINGS)
-        assert may_become == (length == held)
-    assert (data[: len(data) - held].decode("utf-8", "replace") + tail.decode("utf-8", "replace")) == data.decode(
-        "utf-8", "replace"
-    )
-
-
-def _is_one_character(data: bytes) -> bool:
-    try:
-        return len(data.decode()) == 1
-    except UnicodeDecodeError:
-        return False
+@given(st.text(max_size=6))
+def test_a_character_is_shown_with_its_last_byte(text: str) -> None:
+    decoder = ByteDecoder(one_byte_tokens, frozenset())
+    for character in text:
+        *first, last = character.encode()
+        assert [*map(decoder.push, first)] == [""] * len(first)
+        assert decoder.push(last) == character
 
 
 @given(BYTES)

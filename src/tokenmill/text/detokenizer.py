@@ -6,38 +6,14 @@ window of ids where a vocabulary has no bytes), and a text shorter than the long
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.text.vocabulary import TokenBytes
 from tokenmill.wire.messages import TextOptions, unpack_ids
 
 WINDOW = 8
-SECOND_BYTES = {0xE0: range(0xA0, 0xC0), 0xED: range(0x80, 0xA0), 0xF0: range(0x90, 0xC0), 0xF4: range(0x80, 0x90)}
-ANY_SECOND = range(0x80, 0xC0)
-
-
-def unfinished_length(data: bytes) -> int:
-    """How many bytes at the end of `data` may yet become one character of UTF-8 (Unicode, table 3-7): 0 to 3."""
-    for length in range(1, min(3, len(data)) + 1):
-        lead = data[-length]
-        if lead & 0xC0 == 0x80:
-            continue
-        size = 4 if 0xF0 <= lead <= 0xF4 else 3 if 0xE0 <= lead < 0xF0 else 2 if 0xC2 <= lead < 0xE0 else 0
-        fits = length == 1 or data[1 - length] in SECOND_BYTES.get(lead, ANY_SECOND)
-        return length if length < size and fits else 0
-    return 0
-
-
-class Decoder(Protocol):
-    """Ids to text, for one request."""
-
-    def push(self, token_id: int) -> str:
-        """The text that this id completes."""
-
-    def finish(self) -> str:
-        """What is still held, as text."""
 
 
 class ByteDecoder:
@@ -50,35 +26,24 @@ class ByteDecoder:
     def __init__(self, token_bytes: TokenBytes, hidden: frozenset[int], context: Sequence[int] = ()) -> None:
         self._token_bytes = token_bytes
         self._hidden = hidden
-        before = b"".join(token_bytes(token_id) for token_id in context if token_id not in hidden)
-        self._held = before[len(before) - unfinished_length(before) :]
-        self._is_prompts = bool(self._held)
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8.decode(b"".join(token_bytes(token_id) for token_id in context if token_id not in hidden))
+        self._is_prompts = self._utf8.getstate()[0] != b""
 
     def push(self, token_id: int) -> str:
         """The characters that this id completes; a byte that can be none is U+FFFD."""
         data = b"" if token_id in self._hidden else self._token_bytes(token_id)
         if not data:
             return ""
+        text = self._utf8.decode(data)
         if self._is_prompts:
             self._is_prompts = False
-            if not _continues(self._held, data):
-                self._held = b""
-        data = self._held + data
-        end = len(data) - unfinished_length(data)
-        self._held = data[end:]
-        return data[:end].decode("utf-8", "replace")
+            return text.removeprefix("\ufffd")
+        return text
 
     def finish(self) -> str:
         """U+FFFD for an unfinished character."""
-        held, self._held = b"" if self._is_prompts else self._held, b""
-        return held.decode("utf-8", "replace")
-
-
-def _continues(unfinished: bytes, data: bytes) -> bool:
-    """Whether the first byte of `data` belongs to the same character."""
-    return not (unfinished + data[:1]).decode("utf-8", "replace").startswith("\ufffd") or (
-        unfinished_length(unfinished + data[:1]) == len(unfinished) + 1
-    )
+        return "" if self._is_prompts else self._utf8.decode(b"", final=True)
 
 
 class WindowDecoder:
@@ -188,7 +153,7 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, options: TextOptions) -> None:
         hidden = tokenizer.special_ids if options.skip_special_tokens else frozenset()
         context = [] if options.echo_ids is not None else unpack_ids(options.prompt_tail)
-        self._decoder: Decoder
+        self._decoder: ByteDecoder | WindowDecoder
         if tokenizer.token_bytes is None:
             self._decoder = WindowDecoder(tokenizer, hidden, context)
         else:
