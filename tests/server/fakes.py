@@ -18,7 +18,7 @@ import zmq
 from tokenmill.config import RunConfig, ServerConfig
 from tokenmill.procs import ProcessPlan, Report
 from tokenmill.server.client import EngineClient
-from tokenmill.text.settings import DetokenizerSettings, TokenizerSettings
+from tokenmill.text.settings import TextSettings
 from tokenmill.types import FinishReason
 from tokenmill.wire.channel import MemoryChannel, PullChannel, PushChannel, Receiver, Sender, address
 from tokenmill.wire.messages import (
@@ -262,10 +262,10 @@ class FakeEngine:
                 await task
 
 
-def run_tokenizer(settings: TokenizerSettings, report: Report) -> None:
+def run_tokenizer(settings: TextSettings, report: Report) -> None:
     context: zmq.Context[Any] = zmq.Context()
     tokenizer = FakeTokenizer(
-        PullChannel(context, address(settings.directory, f"tokenizer-{settings.index}"), ToTokenizer),
+        PullChannel(context, address(settings.directory, settings.name), ToTokenizer),
         PushChannel(context, address(settings.directory, "scheduler")),
         PushChannel(context, address(settings.directory, "server")),
     )
@@ -274,7 +274,7 @@ def run_tokenizer(settings: TokenizerSettings, report: Report) -> None:
         tokenizer.step(None)
 
 
-def run_detokenizer(settings: DetokenizerSettings, report: Report) -> None:
+def run_detokenizer(settings: TextSettings, report: Report) -> None:
     context: zmq.Context[Any] = zmq.Context()
     detokenizer = FakeDetokenizer(
         PullChannel(context, address(settings.directory, "detokenizer"), ToDetokenizer),
@@ -300,9 +300,9 @@ def run_scheduler(settings: SchedulerSettings, report: Report) -> None:
 def plan_fakes(run: RunConfig, server: ServerConfig, model: Path, directory: Path) -> list[ProcessPlan]:
     return [
         ProcessPlan("scheduler-0", run_scheduler, SchedulerSettings(run, model, directory)),
-        ProcessPlan("detokenizer", run_detokenizer, DetokenizerSettings(model, directory)),
+        ProcessPlan("detokenizer", run_detokenizer, TextSettings(model, directory, "detokenizer")),
         *(
-            ProcessPlan(f"tokenizer-{index}", run_tokenizer, TokenizerSettings(model, directory, index))
+            ProcessPlan(f"tokenizer-{index}", run_tokenizer, TextSettings(model, directory, f"tokenizer-{index}"))
             for index in range(server.tokenizers)
         ),
     ]

@@ -15,7 +15,7 @@ from tokenmill.errors import ConfigError, ModelUnreadable, StartFailed
 from tokenmill.procs import ProcessPlan, Supervisor
 from tokenmill.text.chat_template import ChatTemplate
 from tokenmill.text.detokenizer import TextStream
-from tokenmill.text.settings import DetokenizerSettings, TokenizerSettings
+from tokenmill.text.settings import TextSettings
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.text.worker import DetokenizerStage, TokenizerStage, detokenizer_loop, load_template, tokenizer_loop
 from tokenmill.types import FinishReason, SamplingParams
@@ -342,12 +342,12 @@ def test_processes_end_to_end(tmp_path: Path, byte_tokenizer: Tokenizer) -> None
     tokenizer = PushChannel[Any](context, address(tmp_path, "tokenizer-0"))
     detokenizer = PushChannel[Any](context, address(tmp_path, "detokenizer"))
     try:
-        settings = TokenizerSettings(model, tmp_path, 0)
+        settings = TextSettings(model, tmp_path, "tokenizer-0")
         ready = supervisor.start(
             [
                 ProcessPlan("tokenizer-0", "tokenmill.text.worker:run_tokenizer", settings),
                 ProcessPlan(
-                    "detokenizer", "tokenmill.text.worker:run_detokenizer", DetokenizerSettings(model, tmp_path)
+                    "detokenizer", "tokenmill.text.worker:run_detokenizer", TextSettings(model, tmp_path, "detokenizer")
                 ),
             ]
         )
@@ -375,7 +375,7 @@ def test_processes_end_to_end(tmp_path: Path, byte_tokenizer: Tokenizer) -> None
 
 def test_a_bad_model_is_the_reason_of_a_failed_start(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    settings = TokenizerSettings(tmp_path / "model.gguf", tmp_path, 0)
+    settings = TextSettings(tmp_path / "model.gguf", tmp_path, "tokenizer-0")
     with pytest.raises(StartFailed, match="not a usable GGUF file"):
         Supervisor(start_timeout=60).start(
             [ProcessPlan("tokenizer-0", "tokenmill.text.worker:run_tokenizer", settings)]

@@ -21,37 +21,22 @@ from tokenmill.errors import TokenmillError
 from tokenmill.server.errors import EngineError
 from tokenmill.server.protocol import Prompt
 from tokenmill.types import FinishReason, SamplingParams, Usage
+from tokenmill.wire import messages as wire
 from tokenmill.wire.channel import Sender, address
-from tokenmill.wire.messages import (
-    Abort,
-    ChatPrompt,
-    ErrorInfo,
-    Probe,
-    Pulse,
-    Refused,
-    TextBatch,
-    TextDelta,
-    Tokenized,
-    TokenizeJob,
-    ToScheduler,
-    ToServer,
-    ToTokenizer,
-    pack_ids,
-)
 
 
 class Inbox:
     """The PULL socket "server", for an event loop."""
 
     def __init__(self, directory: Path) -> None:
-        self._decode = msgspec.msgpack.Decoder[ToServer](ToServer).decode
+        self._decode = msgspec.msgpack.Decoder[wire.ToServer](wire.ToServer).decode
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(address(directory, "server"))
 
-    async def receive(self) -> ToServer:
+    async def receive(self) -> wire.ToServer:
         """The next message."""
         return self._decode(await self._socket.recv())
 
@@ -86,7 +71,7 @@ class Generation:
     def __init__(self, num_prompts: int, n: int) -> None:
         self._n = n
         self._wake = asyncio.Event()
-        self._pending: dict[int, TextDelta] = {}
+        self._pending: dict[int, wire.TextDelta] = {}
         self._error: TokenmillError | None = None
         self._not_accepted = set(range(num_prompts * n))
         self._not_finished = set(range(num_prompts * n))
@@ -116,7 +101,7 @@ class Generation:
         if self._error is not None:
             raise self._error
 
-    async def deltas(self) -> AsyncIterator[list[tuple[int, TextDelta]]]:
+    async def deltas(self) -> AsyncIterator[list[tuple[int, wire.TextDelta]]]:
         """What is new, as (choice index, delta), until every choice has ended.
 
         Raises:
@@ -145,7 +130,7 @@ class Generation:
         self._prompt_tokens += prompt_tokens
         self._wake.set()
 
-    def add(self, index: int, delta: TextDelta) -> None:
+    def add(self, index: int, delta: wire.TextDelta) -> None:
         """Take in what is new of one choice."""
         self._not_accepted.discard(index)
         self._cached[index] = max(self._cached[index], delta.cached_tokens)
@@ -153,7 +138,7 @@ class Generation:
         if delta.finish_reason is not None:
             self._not_finished.discard(index)
         if delta.error is not None or delta.finish_reason is FinishReason.ERROR:
-            self.fail(EngineError(delta.error or ErrorInfo("the request failed; the server's log may tell why")))
+            self.fail(EngineError(delta.error or wire.ErrorInfo("the request failed; the server's log may tell why")))
         elif delta.text or delta.finish_reason is not None:
             before = self._pending.get(index)
             self._pending[index] = delta if before is None else _merge(before, delta)
@@ -164,7 +149,7 @@ class Generation:
         await self._wake.wait()
 
 
-def _merge(first: TextDelta, second: TextDelta) -> TextDelta:
+def _merge(first: wire.TextDelta, second: wire.TextDelta) -> wire.TextDelta:
     return msgspec.structs.replace(
         second, text=first.text + second.text, token_ids=first.token_ids + second.token_ids, accepted=True
     )
@@ -173,14 +158,14 @@ def _merge(first: TextDelta, second: TextDelta) -> TextDelta:
 class EngineClient:
     """Sends jobs to tokenizers and aborts to the scheduler; delivers what comes back."""
 
-    def __init__(self, tokenizers: Sequence[Sender[ToTokenizer]], scheduler: Sender[ToScheduler]) -> None:
+    def __init__(self, tokenizers: Sequence[Sender[wire.ToTokenizer]], scheduler: Sender[wire.ToScheduler]) -> None:
         self._tokenizers = tokenizers
         self._scheduler = scheduler
         self._routes: dict[int, _Route] = {}
         self._jobs: dict[int, _Job] = {}  # by the job's first uid, until the tokenizer answers
         self._load = [0] * len(tokenizers)
         self._generations: dict[Generation, list[int]] = {}
-        self._probes: dict[int, asyncio.Future[Pulse]] = {}
+        self._probes: dict[int, asyncio.Future[wire.Pulse]] = {}
         self._uids = itertools.count(1)
         self._serials = itertools.count(1)
         self._failure: TokenmillError | None = None
@@ -216,20 +201,20 @@ class EngineClient:
         finally:
             self._close(generation)
 
-    def deliver(self, message: ToServer) -> None:
+    def deliver(self, message: wire.ToServer) -> None:
         """Sort in one message; what belongs to closed requests is dropped."""
         match message:
-            case TextBatch(deltas):
+            case wire.TextBatch(deltas):
                 for delta in deltas:
                     self._add(delta)
-            case Tokenized(uids, prompt_tokens):
+            case wire.Tokenized(uids, prompt_tokens):
                 if job := self._job_done(uids):
                     job.generation.tokenized(prompt_tokens)
-            case Refused(uids, error):
+            case wire.Refused(uids, error):
                 self._job_done(uids)
                 for route in filter(None, [self._routes.pop(uid, None) for uid in uids]):
                     route.generation.fail(EngineError(error))
-            case Pulse():
+            case wire.Pulse():
                 waiter = self._probes.pop(message.serial, None)
                 if waiter is not None and not waiter.done():  # it may be cancelled, and its owner not yet woken
                     waiter.set_result(message)
@@ -239,7 +224,7 @@ class EngineClient:
         while True:
             self.deliver(await inbox.receive())
 
-    async def probe(self, timeout: float) -> Pulse:
+    async def probe(self, timeout: float) -> wire.Pulse:
         """Ask the scheduler for a sign of life.
 
         Raises:
@@ -250,7 +235,7 @@ class EngineClient:
             raise self._failure
         serial = next(self._serials)
         waiter = self._probes[serial] = asyncio.get_running_loop().create_future()
-        self._scheduler.send(Probe(serial))
+        self._scheduler.send(wire.Probe(serial))
         try:
             return await asyncio.wait_for(waiter, timeout)
         finally:
@@ -280,12 +265,12 @@ class EngineClient:
         uids = [next(self._uids) for _ in range(params.n)]
         worker = self._load.index(min(self._load))
         self._tokenizers[worker].send(
-            TokenizeJob(
+            wire.TokenizeJob(
                 uids=uids,
                 params=params,
                 text=prompt if isinstance(prompt, str) else None,
-                token_ids=pack_ids(prompt) if isinstance(prompt, list) else None,
-                chat=prompt if isinstance(prompt, ChatPrompt) else None,
+                token_ids=wire.pack_ids(prompt) if isinstance(prompt, list) else None,
+                chat=prompt if isinstance(prompt, wire.ChatPrompt) else None,
                 echo=echo,
             )
         )
@@ -301,7 +286,7 @@ class EngineClient:
             self._load[job.worker] -= 1
         return job
 
-    def _add(self, delta: TextDelta) -> None:
+    def _add(self, delta: wire.TextDelta) -> None:
         route = self._routes.get(delta.uid)
         if route is None:
             return
@@ -318,8 +303,8 @@ class EngineClient:
             if route := self._routes.pop(uid, None):
                 (direct if route.has_arrived else behind.setdefault(route.worker, [])).append(uid)
         if direct:
-            self._scheduler.send(Abort(direct))
+            self._scheduler.send(wire.Abort(direct))
         for worker, uids in behind.items():
-            self._tokenizers[worker].send(Abort(uids))
+            self._tokenizers[worker].send(wire.Abort(uids))
         if not self._generations:
             self._idle.set()

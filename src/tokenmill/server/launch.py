@@ -24,7 +24,7 @@ from tokenmill.config import RunConfig, ServerConfig
 from tokenmill.errors import ConfigError
 from tokenmill.hub import resolve_model
 from tokenmill.procs import ProcessPlan, Supervisor
-from tokenmill.text.settings import DetokenizerSettings, TokenizerSettings
+from tokenmill.text.settings import TextSettings
 from tokenmill.worker.settings import SchedulerSettings
 
 MAX_SOCKET_PATH = 107
@@ -36,30 +36,17 @@ Planner = Callable[[RunConfig, ServerConfig, Path, Path], Sequence[ProcessPlan]]
 def plan_processes(run: RunConfig, server: ServerConfig, model: Path, directory: Path) -> list[ProcessPlan]:
     """The engine's processes; pipes lie in `directory`."""
     template = None if run.model.chat_template is None else Path(run.model.chat_template)
-    tokenizers = [
-        TokenizerSettings(model, directory, index, template, run.model.random_weights)
-        for index in range(server.tokenizers)
-    ]
-    level = server.log_level
+
+    def text(name: str, target: str) -> ProcessPlan:
+        settings = TextSettings(model, directory, name, template, run.model.random_weights)
+        return ProcessPlan(name, f"tokenmill.text.worker:{target}", settings, server.log_level)
+
+    scheduler = SchedulerSettings(run, model, directory)
     return [
-        ProcessPlan(
-            "scheduler-0", "tokenmill.worker.main:run_scheduler", _scheduler(run, server, model, directory), level
-        ),
-        ProcessPlan(
-            "detokenizer",
-            "tokenmill.text.worker:run_detokenizer",
-            DetokenizerSettings(model, directory, run.model.random_weights),
-            level,
-        ),
-        *(
-            ProcessPlan(f"tokenizer-{settings.index}", "tokenmill.text.worker:run_tokenizer", settings, level)
-            for settings in tokenizers
-        ),
+        ProcessPlan("scheduler-0", "tokenmill.worker.main:run_scheduler", scheduler, server.log_level),
+        text("detokenizer", "run_detokenizer"),
+        *(text(f"tokenizer-{index}", "run_tokenizer") for index in range(server.tokenizers)),
     ]
-
-
-def _scheduler(run: RunConfig, server: ServerConfig, model: Path, directory: Path) -> SchedulerSettings:
-    return SchedulerSettings(run=run, model=model, directory=directory, log_level=server.log_level)
 
 
 def serve(run: RunConfig, server: ServerConfig, planner: Planner = plan_processes) -> int:

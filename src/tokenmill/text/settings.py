@@ -1,4 +1,4 @@
-"""What the text processes are started with. Free of heavy imports: the API process builds these."""
+"""What the text processes are started with. Free of heavy imports: the API process builds it."""
 
 from __future__ import annotations
 
@@ -7,20 +7,14 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class TokenizerSettings:
-    """Tokenizer worker `index`: the model's files, the run's private directory, a template in place of the model's."""
+class TextSettings:
+    """A tokenizer or the detokenizer: the model's files, the run's private directory, and its own pipe's name there.
+
+    `chat_template` stands in place of the model's own. `or_bytes`: see `Tokenizer.load`.
+    """
 
     model: Path
     directory: Path
-    index: int
+    name: str
     chat_template: Path | None = None
-    or_bytes: bool = False
-
-
-@dataclass(frozen=True)
-class DetokenizerSettings:
-    """The detokenizer: the model's files and the run's private directory. `or_bytes`: see `Tokenizer.load`."""
-
-    model: Path
-    directory: Path
     or_bytes: bool = False

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,32 +18,12 @@ from tokenmill.procs import Report
 from tokenmill.text.chat import encode_chat
 from tokenmill.text.chat_template import ChatTemplate
 from tokenmill.text.detokenizer import TextStream
-from tokenmill.text.settings import DetokenizerSettings, TokenizerSettings
+from tokenmill.text.settings import TextSettings
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.types import FinishReason, SamplingParams
+from tokenmill.wire import messages as wire
 from tokenmill.wire.channel import PullChannel, PushChannel, Receiver, Sender, address
-from tokenmill.wire.messages import (
-    Abort,
-    ErrorInfo,
-    Finish,
-    GenerateJob,
-    Limits,
-    OpenText,
-    Refused,
-    Stop,
-    TextBatch,
-    TextDelta,
-    TextOptions,
-    ToDetokenizer,
-    TokenBatch,
-    Tokenized,
-    TokenizeJob,
-    ToScheduler,
-    ToServer,
-    ToTokenizer,
-    pack_ids,
-    unpack_ids,
-)
+from tokenmill.wire.messages import ToDetokenizer, ToScheduler, ToServer, ToTokenizer
 
 PROMPT_TAIL = 8
 
@@ -51,9 +33,7 @@ logger = logging.getLogger(__name__)
 def load_template(tokenizer: Tokenizer, file: Path | None = None) -> ChatTemplate | None:
     """The template in `file`, else the model's own, else None.
 
-    Raises:
-        ConfigError: the file cannot be read.
-        ModelUnreadable: the template is not valid.
+    Raises ConfigError when the file cannot be read, and ModelUnreadable when the template is not valid.
     """
     source = tokenizer.chat_template
     if file is not None:
@@ -67,30 +47,30 @@ def load_template(tokenizer: Tokenizer, file: Path | None = None) -> ChatTemplat
 class TokenizerStage:
     """TokenizeJob to GenerateJobs. `limits` must be set before the first job."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, limits: Limits | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, limits: wire.Limits | None = None) -> None:
         self._tokenizer = tokenizer
         self._template = template
         self.limits = limits
 
-    def process(self, job: TokenizeJob) -> tuple[list[GenerateJob], Tokenized | Refused]:
+    def process(self, job: wire.TokenizeJob) -> tuple[list[wire.GenerateJob], wire.Tokenized | wire.Refused]:
         """One GenerateJob a choice and a Tokenized; or none and a Refused. Never raises for what a job holds."""
         try:
             token_ids = self._prompt_ids(job)
             jobs = self._generate_jobs(job, token_ids)
         except TokenmillError as error:
-            return [], Refused(job.uids, ErrorInfo(error.message, error.kind, error.status, error.param))
+            return [], wire.Refused(job.uids, wire.ErrorInfo(error.message, error.kind, error.status, error.param))
         except RecursionError:
-            info = ErrorInfo("the request is nested too deeply", InvalidRequest.kind, InvalidRequest.status)
-            return [], Refused(job.uids, info)
+            info = wire.ErrorInfo("the request is nested too deeply", InvalidRequest.kind, InvalidRequest.status)
+            return [], wire.Refused(job.uids, info)
         except Exception:
             logger.exception("tokenizing failed for %s", job.uids)
-            return [], Refused(job.uids, ErrorInfo("tokenizing failed inside the server; see its log"))
-        return jobs, Tokenized(job.uids, len(token_ids))
+            return [], wire.Refused(job.uids, wire.ErrorInfo("tokenizing failed inside the server; see its log"))
+        return jobs, wire.Tokenized(job.uids, len(token_ids))
 
-    def _prompt_ids(self, job: TokenizeJob) -> list[int]:
+    def _prompt_ids(self, job: wire.TokenizeJob) -> list[int]:
         limits = self._limits()
         if job.token_ids is not None:
-            token_ids = unpack_ids(job.token_ids)
+            token_ids = wire.unpack_ids(job.token_ids)
         elif job.text is not None:
             self._check_length(job.text, "prompt")
             token_ids = self._tokenizer.encode(job.text)
@@ -115,25 +95,25 @@ class TokenizerStage:
                 param,
             )
 
-    def _generate_jobs(self, job: TokenizeJob, token_ids: list[int]) -> list[GenerateJob]:
+    def _generate_jobs(self, job: wire.TokenizeJob, token_ids: list[int]) -> list[wire.GenerateJob]:
         params, limits = job.params, self._limits()
         _check_ids(params.stop_token_ids, limits.vocab_size, "stop_token_ids")
         _check_ids(params.logit_bias, limits.vocab_size, "logit_bias")
         if len(job.uids) != params.n:
             raise InvalidRequest(f"n is {params.n}, but {len(job.uids)} choices were asked for", "n")
         max_tokens = _max_tokens(params, len(token_ids), limits.max_model_len, "messages" if job.chat else "prompt")
-        packed = pack_ids(token_ids)
-        options = TextOptions(
+        packed = wire.pack_ids(token_ids)
+        options = wire.TextOptions(
             stop=list(params.stop_strings),
             min_tokens=params.min_tokens,
             include_stop=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
-            prompt_tail=pack_ids(token_ids[-PROMPT_TAIL:]),
+            prompt_tail=wire.pack_ids(token_ids[-PROMPT_TAIL:]),
             echo_text=job.text if job.echo else None,
             echo_ids=packed if job.echo and job.text is None else None,
         )
         return [
-            GenerateJob(
+            wire.GenerateJob(
                 uid=uid,
                 token_ids=packed,
                 params=params.for_choice(index),
@@ -144,7 +124,7 @@ class TokenizerStage:
             for index, uid in enumerate(job.uids)
         ]
 
-    def _limits(self) -> Limits:
+    def _limits(self) -> wire.Limits:
         if self.limits is None:
             raise TokenmillError("the server is not ready yet; try again")
         return self.limits
@@ -158,11 +138,7 @@ def _check_ids(token_ids: Any, vocab_size: int, param: str) -> None:
 
 
 def _max_tokens(params: SamplingParams, prompt_tokens: int, max_model_len: int, prompt_param: str) -> int:
-    """`max_tokens`, or what the context leaves.
-
-    Raises:
-        RequestTooLong: prompt, or prompt and output, do not fit the context.
-    """
+    """`max_tokens`, or what the context leaves; raises RequestTooLong when it leaves too little."""
     limit = f"This model's maximum context length is {max_model_len} tokens. However, you requested"
     left = max_model_len - prompt_tokens
     if left < 1:
@@ -181,12 +157,12 @@ def _max_tokens(params: SamplingParams, prompt_tokens: int, max_model_len: int, 
     return left if params.max_tokens is None else params.max_tokens
 
 
+@dataclass(slots=True)
 class _OpenRequest:
     """A request whose text is being sent."""
 
-    def __init__(self, stream: TextStream) -> None:
-        self.stream = stream
-        self.cached_tokens: int | None = None
+    stream: TextStream
+    cached_tokens: int | None = None
 
 
 class DetokenizerStage:
@@ -201,9 +177,9 @@ class DetokenizerStage:
         """Requests whose text is being sent."""
         return len(self._open)
 
-    def process(self, message: OpenText | TokenBatch) -> tuple[TextBatch | None, list[int]]:
+    def process(self, message: wire.OpenText | wire.TokenBatch) -> tuple[wire.TextBatch | None, list[int]]:
         """Deltas for the API server, and uids that the scheduler must end. Rows of requests that ended are ignored."""
-        if isinstance(message, OpenText):
+        if isinstance(message, wire.OpenText):
             return self._open_text(message)
         finishes = {finish.uid: finish for finish in message.finished}
         cached = dict(message.admitted)
@@ -223,23 +199,23 @@ class DetokenizerStage:
                 self._open.pop(uid, None)
                 if finish is None:
                     aborts.append(uid)
-        return (TextBatch(deltas) if deltas else None), aborts
+        return (wire.TextBatch(deltas) if deltas else None), aborts
 
-    def _open_text(self, message: OpenText) -> tuple[TextBatch | None, list[int]]:
+    def _open_text(self, message: wire.OpenText) -> tuple[wire.TextBatch | None, list[int]]:
         try:
             self._open[message.uid] = _OpenRequest(TextStream(self._tokenizer, message.options))
         except Exception:
-            return TextBatch([self._failed(message.uid)]), [message.uid]
+            return wire.TextBatch([self._failed(message.uid)]), [message.uid]
         return None, []
 
-    def _failed(self, uid: int) -> TextDelta:
+    def _failed(self, uid: int) -> wire.TextDelta:
         logger.exception("detokenizing failed for %s", uid)
-        error = ErrorInfo("detokenizing failed inside the server; see its log")
-        return TextDelta(uid=uid, finish_reason=FinishReason.ERROR, error=error)
+        error = wire.ErrorInfo("detokenizing failed inside the server; see its log")
+        return wire.TextDelta(uid=uid, finish_reason=FinishReason.ERROR, error=error)
 
     def _delta(
-        self, uid: int, token_ids: list[int], cached: int | None, finish: Finish | None, accepted: bool
-    ) -> TextDelta | None:
+        self, uid: int, token_ids: list[int], cached: int | None, finish: wire.Finish | None, accepted: bool
+    ) -> wire.TextDelta | None:
         request = self._open.get(uid)
         if request is None:
             return _without_text(uid, cached, finish, accepted)
@@ -252,10 +228,10 @@ class DetokenizerStage:
             rest, stop = stream.finish()
             text += rest
         reason = FinishReason.STOP if stop is not None else finish.reason if finish else None
-        return TextDelta(
+        return wire.TextDelta(
             uid=uid,
             text=text,
-            token_ids=pack_ids(token_ids[: stream.completion_tokens - before]),
+            token_ids=wire.pack_ids(token_ids[: stream.completion_tokens - before]),
             completion_tokens=stream.completion_tokens,
             cached_tokens=request.cached_tokens or 0,
             accepted=accepted,
@@ -265,17 +241,17 @@ class DetokenizerStage:
         )
 
 
-def _without_text(uid: int, cached: int | None, finish: Finish | None, accepted: bool) -> TextDelta | None:
+def _without_text(uid: int, cached: int | None, finish: wire.Finish | None, accepted: bool) -> wire.TextDelta | None:
     """News of a request that has no text yet, or no more: of its end only an error is news."""
     error = finish.error if finish else None
     if cached is None and error is None and not accepted:
         return None
     reason = FinishReason.ERROR if error else None
-    return TextDelta(uid=uid, cached_tokens=cached or 0, accepted=accepted, finish_reason=reason, error=error)
+    return wire.TextDelta(uid=uid, cached_tokens=cached or 0, accepted=accepted, finish_reason=reason, error=error)
 
 
-def _rows(batch: TokenBatch) -> dict[int, list[int]]:
-    token_ids = unpack_ids(batch.token_ids)
+def _rows(batch: wire.TokenBatch) -> dict[int, list[int]]:
+    token_ids = wire.unpack_ids(batch.token_ids)
     rows: dict[int, list[int]] = {}
     start = 0
     for uid, count in zip(batch.uids, batch.counts, strict=True):
@@ -285,85 +261,85 @@ def _rows(batch: TokenBatch) -> dict[int, list[int]]:
 
 
 def tokenizer_loop(
-    stage: TokenizerStage, inbox: Receiver[ToTokenizer], scheduler: Sender[ToScheduler], server: Sender[ToServer]
+    stage: TokenizerStage,
+    inbox: Receiver[ToTokenizer],
+    scheduler: Sender[ToScheduler],
+    server: Sender[ToServer],
 ) -> None:
     """Work through the inbox until Stop. Every job is answered, also one that is dropped since its Abort is there."""
     queue: deque[ToTokenizer] = deque()
     aborted: set[int] = set()
     while True:
         arrived = inbox.receive(0 if queue else None)
-        if any(isinstance(message, Stop) and not message.drain for message in arrived):
+        if any(isinstance(message, wire.Stop) and not message.drain for message in arrived):
             return
-        aborted.update(uid for message in arrived if isinstance(message, Abort) for uid in message.uids)
+        aborted.update(uid for message in arrived if isinstance(message, wire.Abort) for uid in message.uids)
         queue.extend(arrived)
         match queue.popleft() if queue else None:
-            case Limits() as limits:
+            case wire.Limits() as limits:
                 stage.limits = limits
-            case TokenizeJob() as job if aborted.issuperset(job.uids):
-                server.send(Refused(job.uids, ErrorInfo("aborted before it was tokenized", status=499)))
-            case TokenizeJob() as job:
+            case wire.TokenizeJob() as job if aborted.issuperset(job.uids):
+                server.send(wire.Refused(job.uids, wire.ErrorInfo("aborted before it was tokenized", status=499)))
+            case wire.TokenizeJob() as job:
                 jobs, answer = stage.process(job)
                 server.send(answer)
                 for generate in jobs:
                     scheduler.send(generate)
-            case Abort() as abort:
+            case wire.Abort() as abort:
                 aborted.difference_update(abort.uids)
                 scheduler.send(abort)
-            case Stop():
+            case wire.Stop():
                 return
 
 
 def detokenizer_loop(
-    stage: DetokenizerStage, inbox: Receiver[ToDetokenizer], scheduler: Sender[ToScheduler], server: Sender[ToServer]
+    stage: DetokenizerStage,
+    inbox: Receiver[ToDetokenizer],
+    scheduler: Sender[ToScheduler],
+    server: Sender[ToServer],
 ) -> None:
     """Turn what the scheduler sends into text until Stop."""
     while True:
         for message in inbox.receive():
-            if isinstance(message, Stop):
+            if isinstance(message, wire.Stop):
                 return
             batch, aborts = stage.process(message)
             if aborts:
-                scheduler.send(Abort(aborts))
+                scheduler.send(wire.Abort(aborts))
             if batch is not None:
                 server.send(batch)
 
 
-def run_tokenizer(settings: TokenizerSettings, report: Report) -> None:
-    """A tokenizer process: load, report, work until Stop.
-
-    Raises:
-        TokenmillError: model or template cannot be used.
-    """
+def run_tokenizer(settings: TextSettings, report: Report) -> None:
+    """A tokenizer process: load, report, work until Stop. Raises TokenmillError when the model cannot be used."""
     tokenizer = Tokenizer.load(settings.model, or_bytes=settings.or_bytes)
     template = load_template(tokenizer, settings.chat_template)
-    with ExitStack() as stack:
-        inbox, scheduler, server = _channels(stack, settings.directory, f"tokenizer-{settings.index}", ToTokenizer)
+    with _channels(settings, ToTokenizer) as channels:
         report.ready(
             has_chat_template=template is not None,
             sampling_defaults=tokenizer.sampling_defaults,
             vocab_size=tokenizer.vocab_size,
         )
-        tokenizer_loop(TokenizerStage(tokenizer, template), inbox, scheduler, server)
+        tokenizer_loop(TokenizerStage(tokenizer, template), *channels)
 
 
-def run_detokenizer(settings: DetokenizerSettings, report: Report) -> None:
-    """The detokenizer process: load, report, work until Stop.
-
-    Raises:
-        TokenmillError: the model cannot be used.
-    """
+def run_detokenizer(settings: TextSettings, report: Report) -> None:
+    """The detokenizer process: load, report, work until Stop. Raises TokenmillError when the model cannot be used."""
     tokenizer = Tokenizer.load(settings.model, or_bytes=settings.or_bytes)
-    with ExitStack() as stack:
-        inbox, scheduler, server = _channels(stack, settings.directory, "detokenizer", ToDetokenizer)
+    with _channels(settings, ToDetokenizer) as channels:
         report.ready(vocab_size=tokenizer.vocab_size)
-        detokenizer_loop(DetokenizerStage(tokenizer), inbox, scheduler, server)
+        detokenizer_loop(DetokenizerStage(tokenizer), *channels)
 
 
+@contextmanager
 def _channels(
-    stack: ExitStack, directory: Path, name: str, kind: Any
-) -> tuple[PullChannel[Any], PushChannel[ToScheduler], PushChannel[ToServer]]:
-    context = stack.enter_context(zmq.Context())
-    inbox: PullChannel[Any] = stack.enter_context(closing(PullChannel(context, address(directory, name), kind)))
-    scheduler: PushChannel[ToScheduler] = PushChannel(context, address(directory, "scheduler"))
-    server: PushChannel[ToServer] = PushChannel(context, address(directory, "server"))
-    return inbox, stack.enter_context(closing(scheduler)), stack.enter_context(closing(server))
+    settings: TextSettings, kind: Any
+) -> Iterator[tuple[PullChannel[Any], PushChannel[ToScheduler], PushChannel[ToServer]]]:
+    directory = settings.directory
+    with (
+        zmq.Context() as context,
+        closing(PullChannel[Any](context, address(directory, settings.name), kind)) as inbox,
+        closing(PushChannel[ToScheduler](context, address(directory, "scheduler"))) as scheduler,
+        closing(PushChannel[ToServer](context, address(directory, "server"))) as server,
+    ):
+        yield inbox, scheduler, server

@@ -11,22 +11,8 @@ from tokenmill.sched.plan import StepPlan, StepResult
 from tokenmill.sched.request import Request
 from tokenmill.sched.scheduler import Ending, Outcome, Scheduler
 from tokenmill.types import FinishReason
+from tokenmill.wire import messages as wire
 from tokenmill.wire.channel import Receiver, Sender
-from tokenmill.wire.messages import (
-    Abort,
-    ErrorInfo,
-    Finish,
-    GenerateJob,
-    OpenText,
-    Probe,
-    Pulse,
-    Stop,
-    ToDetokenizer,
-    TokenBatch,
-    ToScheduler,
-    ToServer,
-    pack_ids,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +23,9 @@ class Core:
     def __init__(
         self,
         scheduler: Scheduler,
-        inbox: Receiver[ToScheduler],
-        detokenizer: Sender[ToDetokenizer],
-        server: Sender[ToServer],
+        inbox: Receiver[wire.ToScheduler],
+        detokenizer: Sender[wire.ToDetokenizer],
+        server: Sender[wire.ToServer],
     ) -> None:
         self.scheduler = scheduler
         self._inbox = inbox
@@ -55,27 +41,27 @@ class Core:
         is_idle = not self.scheduler.has_work and not self._is_draining
         must_wait = is_idle and not prepare()
         accepted: list[int] = []
-        finished: list[Finish] = []
+        finished: list[wire.Finish] = []
         for message in self._inbox.receive(None if must_wait else 0):
             match message:
-                case GenerateJob():
-                    self._detokenizer.send(OpenText(message.uid, message.text))
+                case wire.GenerateJob():
+                    self._detokenizer.send(wire.OpenText(message.uid, message.text))
                     error = self._add(message)
                     if error is None:
                         accepted.append(message.uid)
                     else:
-                        finished.append(Finish(uid=message.uid, reason=FinishReason.ERROR, error=error))
-                case Abort():
+                        finished.append(wire.Finish(uid=message.uid, reason=FinishReason.ERROR, error=error))
+                case wire.Abort():
                     ended = [uid for uid in message.uids if self.scheduler.abort(uid)]
-                    finished.extend(Finish(uid=uid, reason=FinishReason.ABORT) for uid in ended)
-                case Probe():
+                    finished.extend(wire.Finish(uid=uid, reason=FinishReason.ABORT) for uid in ended)
+                case wire.Probe():
                     self._server.send(self._pulse(message.serial))
-                case Stop(drain=False):
+                case wire.Stop(drain=False):
                     return False
-                case Stop():
+                case wire.Stop():
                     self._is_draining = True
         if accepted or finished:
-            self._detokenizer.send(TokenBatch(accepted=accepted, finished=finished))
+            self._detokenizer.send(wire.TokenBatch(accepted=accepted, finished=finished))
         return not self._is_draining or self.scheduler.has_work
 
     def deliver(self, plan: StepPlan, result: StepResult) -> None:
@@ -86,7 +72,7 @@ class Core:
         if outcome.tokens or outcome.admitted or outcome.finished:
             self._detokenizer.send(_columns(outcome))
 
-    def _add(self, job: GenerateJob) -> ErrorInfo | None:
+    def _add(self, job: wire.GenerateJob) -> wire.ErrorInfo | None:
         token_ids = array("i")
         token_ids.frombytes(job.token_ids)
         request = Request(
@@ -101,13 +87,13 @@ class Core:
         try:
             self.scheduler.add(request)
         except TokenmillError as error:
-            return ErrorInfo(error.message, error.kind, error.status, error.param)
+            return wire.ErrorInfo(error.message, error.kind, error.status, error.param)
         return None
 
-    def _pulse(self, serial: int) -> Pulse:
+    def _pulse(self, serial: int) -> wire.Pulse:
         scheduler = self.scheduler
         counters = scheduler.counters
-        return Pulse(
+        return wire.Pulse(
             serial=serial,
             steps=counters.steps,
             waiting=scheduler.num_waiting,
@@ -122,18 +108,18 @@ class Core:
         )
 
 
-def _columns(outcome: Outcome) -> TokenBatch:
-    return TokenBatch(
+def _columns(outcome: Outcome) -> wire.TokenBatch:
+    return wire.TokenBatch(
         uids=[uid for uid, _ in outcome.tokens],
         counts=[1] * len(outcome.tokens),
-        token_ids=pack_ids(token for _, token in outcome.tokens),
+        token_ids=wire.pack_ids(token for _, token in outcome.tokens),
         admitted=outcome.admitted,
         finished=[_finish(ending) for ending in outcome.finished],
     )
 
 
-def _finish(ending: Ending) -> Finish:
-    return Finish(
+def _finish(ending: Ending) -> wire.Finish:
+    return wire.Finish(
         uid=ending.uid,
         reason=ending.reason,
         is_stop_token=ending.token is not None,

@@ -17,4 +17,3 @@ class SchedulerSettings:
     directory: Path
     rank: int = 0
     size: int = 1
-    log_level: str = "info"
