@@ -5,14 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from importlib import import_module
 
 from tokenmill import __version__
 from tokenmill.errors import TokenmillError
-
-if TYPE_CHECKING:
-    from tokenmill.config import RunConfig
-    from tokenmill.llm import LLM
 
 USER_ERROR = 2
 INTERRUPTED = 130
@@ -43,8 +39,9 @@ def chat(arguments: Sequence[str]) -> int:
 
     flags = parse(ChatFlags, "chat", arguments)
     from tokenmill import terminal
+    from tokenmill.llm import LLM
 
-    with _open(flags.run) as llm:
+    with LLM(flags.run) as llm:
         return terminal.chat(llm, flags.system, flags.sampling.over(llm.default_params()))
 
 
@@ -54,60 +51,25 @@ def generate(arguments: Sequence[str]) -> int:
 
     flags = parse(GenerateFlags, "generate", arguments)
     from tokenmill import terminal
+    from tokenmill.llm import LLM
 
-    with _open(flags.run) as llm:
+    with LLM(flags.run) as llm:
         return terminal.generate(llm, flags.prompt, flags.sampling.over(llm.default_params()))
 
 
 def bench(arguments: Sequence[str]) -> int:
     """Measure this machine: bench offline, bench kernels, bench online."""
+    from tokenmill.bench.options import BENCHES
+    from tokenmill.flags import parse
+
     kind = arguments[0] if arguments else ""
     if kind in BENCHES:
-        BENCHES[kind](arguments[1:])
+        options = parse(BENCHES[kind], f"bench {kind}", arguments[1:])
+        import_module(f"tokenmill.bench.{kind}").run(options)
         return 0
     is_help = kind in ("-h", "--help")
     print(f"usage: tokenmill bench {{{','.join(BENCHES)}}} [...]", file=sys.stdout if is_help else sys.stderr)
     return 0 if is_help else USER_ERROR
-
-
-def _bench_offline(arguments: Sequence[str]) -> None:
-    from tokenmill.flags import OfflineFlags, parse
-
-    flags = parse(OfflineFlags, "bench offline", arguments)
-    from tokenmill.bench import offline
-
-    offline.run(flags.run, flags.options, as_json=flags.json)
-
-
-def _bench_kernels(arguments: Sequence[str]) -> None:
-    from tokenmill.flags import KernelFlags, parse
-
-    flags = parse(KernelFlags, "bench kernels", arguments)
-    from tokenmill.bench import kernels
-
-    kernels.run(flags.run, flags.options, as_json=flags.json)
-
-
-def _bench_online(arguments: Sequence[str]) -> None:
-    from tokenmill.flags import OnlineFlags, parse
-
-    flags = parse(OnlineFlags, "bench online", arguments)
-    from tokenmill.bench import online
-
-    online.run(flags.run, flags.options, as_json=flags.json)
-
-
-BENCHES: Mapping[str, Callable[[Sequence[str]], None]] = {
-    "offline": _bench_offline,
-    "kernels": _bench_kernels,
-    "online": _bench_online,
-}
-
-
-def _open(run: RunConfig) -> LLM:
-    from tokenmill.llm import LLM
-
-    return LLM.from_config(run)
 
 
 COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {

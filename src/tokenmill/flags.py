@@ -12,7 +12,6 @@ import msgspec
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from tokenmill.bench.options import KernelOptions, OfflineOptions, OnlineOptions
 from tokenmill.config import DEFAULT_MODEL, EngineConfig, ModelConfig, RunConfig, SchedulerConfig, ServerConfig
 from tokenmill.types import SamplingParams
 
@@ -29,7 +28,7 @@ class ModelFlags(ModelConfig):
 
 @dataclass(frozen=True)
 class RunFlags:
-    """What every command that loads a model takes."""
+    """A RunConfig whose model is named without a flag."""
 
     model: ModelFlags = field(default_factory=ModelFlags)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -85,52 +84,8 @@ class GenerateFlags:
 
     prompt: tyro.conf.Positional[str]
     """The text to continue."""
-    model: ModelConfig = field(default_factory=ModelConfig)
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    run: RunConfig = field(default_factory=RunConfig)
     sampling: SamplingFlags = field(default_factory=SamplingFlags)
-
-    @property
-    def run(self) -> RunConfig:
-        """The flags as a RunConfig."""
-        return RunConfig(self.model, self.engine, self.scheduler)
-
-
-@dataclass(frozen=True)
-class BenchFlags:
-    """What every benchmark takes."""
-
-    model: ModelConfig = field(default_factory=ModelConfig)
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    json: bool = False
-    """Print JSON lines to stdout, and the table to stderr."""
-
-    @property
-    def run(self) -> RunConfig:
-        """The flags as a RunConfig."""
-        return RunConfig(self.model, self.engine, self.scheduler)
-
-
-@dataclass(frozen=True)
-class OfflineFlags(BenchFlags):
-    """Measure LLM.generate on seeded workloads."""
-
-    options: OfflineOptions = field(default_factory=OfflineOptions)
-
-
-@dataclass(frozen=True)
-class KernelFlags(BenchFlags):
-    """Measure each operation at the model's shapes, beside a copy of memory. Needs no weights."""
-
-    options: KernelOptions = field(default_factory=KernelOptions)
-
-
-@dataclass(frozen=True)
-class OnlineFlags(BenchFlags):
-    """Measure the latencies of requests that arrive by chance (a Poisson process)."""
-
-    options: OnlineOptions = field(default_factory=OnlineOptions)
 
 
 @dataclass(frozen=True)

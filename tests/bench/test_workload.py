@@ -6,7 +6,7 @@ import pytest
 
 from tokenmill.bench.options import OfflineOptions
 from tokenmill.bench.workload import SHAPES
-from tokenmill.flags import OfflineFlags, parse
+from tokenmill.flags import parse
 
 offline256 = SHAPES["offline256"].jobs
 
@@ -66,7 +66,7 @@ def test_rounds_differ_in_contents_alone_and_the_seed_decides(name: str) -> None
 
 def test_the_help_names_every_shape(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse(OfflineFlags, "bench offline", ["--help"])
+        parse(OfflineOptions, "bench offline", ["--help"])
     shown = " ".join(capsys.readouterr().out.split())
     assert f"of: {', '.join(SHAPES)}" in shown.replace(" │ │ ", " ")
     assert set(OfflineOptions().shape) <= set(SHAPES)

@@ -15,7 +15,7 @@ from tokenmill.attention.select import make_backend
 from tokenmill.bench.operations import Case, Operations
 from tokenmill.bench.options import KernelOptions
 from tokenmill.bench.report import Report, describe
-from tokenmill.config import RunConfig, resolve
+from tokenmill.config import resolve
 from tokenmill.engine.device import CpuDevice, CudaDevice, measure_hardware, open_device
 from tokenmill.engine.event_clock import EventClock
 from tokenmill.errors import ConfigError
@@ -29,7 +29,7 @@ TRIALS = 5
 PROMPT = {"cpu": 1024, "cuda": 8192}
 
 
-def run(run_config: RunConfig, options: KernelOptions, *, as_json: bool) -> None:
+def run(options: KernelOptions) -> None:
     """Measure and print. No weights are loaded.
 
     Raises:
@@ -39,13 +39,13 @@ def run(run_config: RunConfig, options: KernelOptions, *, as_json: bool) -> None
     for flag, size in sizes:
         if size is not None and size < 1:
             raise ConfigError(f"{flag} must be at least 1, not {size}")
-    files = resolve_model(run_config.model.model, needs_weights=False)
+    files = resolve_model(options.run.model.model, needs_weights=False)
     spec = read_spec(files.path) if files.path.is_dir() else open_checkpoint(files.path).spec
-    config = resolve(run_config, measure_hardware(run_config.engine.device), spec)
+    config = resolve(options.run, measure_hardware(options.run.engine.device), spec)
     place = torch.device(config.device)
-    attention = make_backend(run_config.engine.attention, spec, getattr(torch, config.dtype), place)
+    attention = make_backend(options.run.engine.attention, spec, getattr(torch, config.dtype), place)
     ops = make_ops("triton" if config.device == "cuda" else "reference", place)
-    report = Report(describe(files.name, dataclasses.replace(config, attention=attention.name)), as_json=as_json)
+    report = Report(describe(files.name, dataclasses.replace(config, attention=attention.name)), as_json=options.json)
     with closing(open_device(config)) as device:
         operations = Operations(spec, ops, attention, config, device.upload)
         cases = operations.cases(options.rows, options.context, options.prompt or PROMPT[config.device])

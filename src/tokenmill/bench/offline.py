@@ -10,13 +10,12 @@ from tokenmill.bench.options import OfflineOptions
 from tokenmill.bench.profile import check_file, profiled
 from tokenmill.bench.report import Report, describe
 from tokenmill.bench.workload import SHAPES, Shape
-from tokenmill.config import RunConfig
 from tokenmill.errors import ConfigError
 from tokenmill.llm import LLM
 from tokenmill.types import SamplingParams
 
 
-def run(config: RunConfig, options: OfflineOptions, *, as_json: bool) -> None:
+def run(options: OfflineOptions) -> None:
     """Load the model, run the shapes and print medians, with least and greatest, over the rounds.
 
     Raises:
@@ -28,8 +27,8 @@ def run(config: RunConfig, options: OfflineOptions, *, as_json: bool) -> None:
     if options.rounds < 1:
         raise ConfigError(f"--rounds must be at least 1, not {options.rounds}")
     check_file(options.profile)
-    with LLM.from_config(config) as llm:
-        report = Report(describe(config.model.model, llm.scheduler.config), as_json=as_json)
+    with LLM(options.run) as llm:
+        report = Report(describe(options.run.model.model, llm.scheduler.config), as_json=options.json)
         with profiled(options.profile, llm.scheduler.config.device, report) as tracer:
             for name in options.shape:
                 shape = SHAPES[name]

@@ -18,7 +18,7 @@ from tokenmill.bench.options import OnlineOptions
 from tokenmill.bench.profile import check_file, profiled
 from tokenmill.bench.report import Report, describe
 from tokenmill.bench.workload import Job, Shape
-from tokenmill.config import ResolvedConfig, RunConfig
+from tokenmill.config import ResolvedConfig
 from tokenmill.engine.base import Engine
 from tokenmill.engine.load import load_engine
 from tokenmill.errors import ConfigError, TokenmillError
@@ -119,7 +119,7 @@ def peak_rate(served: Sequence[Served], max_running: int) -> float:
     return sum(begin < at <= end for its in served for at in its.tokens) / (end - begin)
 
 
-def run(config: RunConfig, options: OnlineOptions, *, as_json: bool) -> None:
+def run(options: OnlineOptions) -> None:
     """All requests at once, twice, of which the first is the warm-up; then at the rate, or at a share of the peak.
 
     Raises:
@@ -129,10 +129,11 @@ def run(config: RunConfig, options: OnlineOptions, *, as_json: bool) -> None:
         if number is not None and not 0 < number < float("inf"):
             raise ConfigError(f"{flag} must be over 0, not {number}")
     check_file(options.profile)
+    config = options.run
     files = resolve_model(config.model.model, needs_weights=not config.model.random_weights)
     engine, resolved, spec = load_engine(config, files.path, Group.solo())
     with closing(engine):
-        report = Report(describe(config.model.model, resolved), as_json=as_json)
+        report = Report(describe(config.model.model, resolved), as_json=options.json)
         shape = Shape(options.requests, LENGTHS, LENGTHS, options.requests)
         first, second, third = (shape.jobs(spec.vocab_size, options.seed, index) for index in range(3))
         at_once = [0.0] * options.requests

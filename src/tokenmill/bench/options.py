@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from tokenmill.config import RunConfig
 
 
 @dataclass(frozen=True)
-class OfflineOptions:
-    """Which workloads, how often."""
+class BenchOptions:
+    """What every benchmark takes."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    json: bool = False
+    """Print JSON lines to stdout, and the table to stderr."""
+
+
+@dataclass(frozen=True)
+class OfflineOptions(BenchOptions):
+    """Measure LLM.generate on seeded workloads."""
 
     shape: tuple[str, ...] = ("single", "mixed8", "mixed32", "prefix")
     """Workloads to run, of: single, mixed8, mixed32, prefix, batch1, batch8, batch64, prefill, offline256."""
@@ -21,8 +33,8 @@ class OfflineOptions:
 
 
 @dataclass(frozen=True)
-class KernelOptions:
-    """Sizes of the operations."""
+class KernelOptions(BenchOptions):
+    """Measure each operation at the model's shapes, beside a copy of memory. Needs no weights."""
 
     rows: tuple[int, ...] = (1, 8, 64, 256)
     """Rows of the decode steps."""
@@ -33,8 +45,8 @@ class KernelOptions:
 
 
 @dataclass(frozen=True)
-class OnlineOptions:
-    """How many requests, how fast."""
+class OnlineOptions(BenchOptions):
+    """Measure the latencies of requests that arrive by chance (a Poisson process)."""
 
     requests: int = 512
     """Requests in all, with prompts and outputs of 100 to 1024 tokens."""
@@ -46,3 +58,10 @@ class OnlineOptions:
     """Decides lengths, contents and arrivals."""
     profile: Path | None = None
     """File for a trace of the measured run, which ui.perfetto.dev shows; its summary is printed."""
+
+
+BENCHES: Mapping[str, type[BenchOptions]] = {  # by module of this package
+    "offline": OfflineOptions,
+    "kernels": KernelOptions,
+    "online": OnlineOptions,
+}
