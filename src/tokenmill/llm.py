@@ -17,7 +17,7 @@ from typing import Any, TypeGuard
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tokenmill.config import DEFAULT_MODEL, EngineConfig, ModelConfig, RunConfig, SchedulerConfig
+from tokenmill.config import DEFAULT_MODEL, ModelConfig, RunConfig
 from tokenmill.engine.load import load_engine
 from tokenmill.errors import ConfigError, InvalidRequest, TokenmillError
 from tokenmill.hub import resolve_model
@@ -28,22 +28,8 @@ from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.text.worker import DetokenizerStage, TokenizerStage, load_template
 from tokenmill.trace import Tracer
 from tokenmill.types import FinishReason, SamplingParams, Usage
+from tokenmill.wire import messages as wire
 from tokenmill.wire.channel import MemoryChannel
-from tokenmill.wire.messages import (
-    Abort,
-    ChatPrompt,
-    ErrorInfo,
-    Limits,
-    Refused,
-    Stop,
-    TextDelta,
-    ToDetokenizer,
-    TokenizeJob,
-    ToScheduler,
-    ToServer,
-    pack_ids,
-    unpack_ids,
-)
 from tokenmill.worker.core import Core
 from tokenmill.worker.loop import make_loop
 
@@ -81,43 +67,34 @@ class LLM:
     """A model to generate from in this process. Use it as a context manager, or call `close`.
 
     Args:
-        model: what ``tokenmill serve`` takes: alias, folder, .gguf file, or hub id.
+        model: what ``tokenmill serve`` takes: alias, folder, .gguf file, or hub id; or a whole configuration.
         options: any field of ModelConfig, EngineConfig or SchedulerConfig, such as `page_size` or `dtype`.
 
     Raises:
         TokenmillError: the model cannot be found or read, or an option cannot work.
     """
 
-    def __init__(self, model: str | Path = DEFAULT_MODEL, **options: Any) -> None:
-        self._load(_run_config(str(model), options))
-
-    @classmethod
-    def from_config(cls, run: RunConfig) -> LLM:
-        """The same from a whole configuration, as the command line has it."""
-        llm = cls.__new__(cls)
-        llm._load(run)
-        return llm
-
-    def _load(self, run: RunConfig) -> None:
+    def __init__(self, model: str | Path | RunConfig = DEFAULT_MODEL, **options: Any) -> None:
+        run = _run_config(model, options)
         is_random = run.model.random_weights
         files = resolve_model(run.model.model, needs_weights=not is_random)
         tokenizer = Tokenizer.load(files.path, or_bytes=is_random)
         template = load_template(tokenizer, Path(run.model.chat_template) if run.model.chat_template else None)
         self._engine, config, spec = load_engine(run, files.path, Group.solo())
         self._tokenizer_stage = TokenizerStage(
-            tokenizer, template, Limits(max_model_len=config.max_model_len, vocab_size=spec.vocab_size)
+            tokenizer, template, wire.Limits(max_model_len=config.max_model_len, vocab_size=spec.vocab_size)
         )
         self._detokenizer_stage = DetokenizerStage(tokenizer)
-        self._to_scheduler: MemoryChannel[ToScheduler] = MemoryChannel()
-        self._to_detokenizer: MemoryChannel[ToDetokenizer] = MemoryChannel()
-        self._to_server: MemoryChannel[ToServer] = MemoryChannel()
+        self._to_scheduler: MemoryChannel[wire.ToScheduler] = MemoryChannel()
+        self._to_detokenizer: MemoryChannel[wire.ToDetokenizer] = MemoryChannel()
+        self._to_server: MemoryChannel[wire.ToServer] = MemoryChannel()
         self.tokenizer = tokenizer
         self.vocab_size = spec.vocab_size
         self.scheduler = Scheduler(config)
         core = Core(self.scheduler, self._to_scheduler, self._to_detokenizer, self._to_server)
         self._loop = make_loop(core, self._engine)
         self._uids = count()
-        self._deltas: dict[int, deque[TextDelta]] = {}
+        self._deltas: dict[int, deque[wire.TextDelta]] = {}
         self._prompt_tokens: dict[int, int] = {}
         self._first_token_at: dict[int, float] = {}
         self._is_open = True
@@ -134,7 +111,7 @@ class LLM:
         """Free the engine; requests that run end unfinished."""
         if self._is_open:
             self._is_open = False
-            self._to_scheduler.send(Stop())
+            self._to_scheduler.send(wire.Stop())
             self._engine.close()
 
     def generate(
@@ -177,7 +154,7 @@ class LLM:
         single = not messages or isinstance(messages[0], Mapping)
         return self._run([messages] if single else list(messages), params, progress, template=template)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[TextDelta, None, None]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[wire.TextDelta, None, None]:
         """Generate one choice piece by piece. Closing the generator aborts the request.
 
         Args:
@@ -259,12 +236,12 @@ class LLM:
             raise InvalidRequest(f"{len(prompts)} prompts, but {len(params)} sampling parameters", "params")
         return list(params)
 
-    def _submit(self, job: TokenizeJob) -> list[int]:
+    def _submit(self, job: wire.TokenizeJob) -> list[int]:
         """Put a job's requests into the queue; nothing is queued when it is refused."""
         if not self._is_open:
             raise TokenmillError("this LLM is closed")
         jobs, answer = self._tokenizer_stage.process(job)
-        if isinstance(answer, Refused):
+        if isinstance(answer, wire.Refused):
             raise _error(answer.error)
         for generate in jobs:
             self._deltas[generate.uid] = deque()
@@ -278,10 +255,10 @@ class LLM:
         with _whole_steps():
             self._loop.turn()
             for message in self._to_detokenizer.receive():
-                assert not isinstance(message, Stop)
+                assert not isinstance(message, wire.Stop)
                 batch, aborts = self._detokenizer_stage.process(message)
                 if aborts:
-                    self._to_scheduler.send(Abort(aborts))
+                    self._to_scheduler.send(wire.Abort(aborts))
                 for delta in batch.deltas if batch else ():
                     if delta.uid in self._deltas:
                         self._deltas[delta.uid].append(delta)
@@ -299,7 +276,7 @@ class LLM:
             assert last.finish_reason is not None
             generated += last.completion_tokens
             cached = max(cached, last.cached_tokens)
-            ids = unpack_ids(b"".join(delta.token_ids for delta in deltas))
+            ids = wire.unpack_ids(b"".join(delta.token_ids for delta in deltas))
             text = "".join(delta.text for delta in deltas)
             completions.append(Completion(text, ids, last.finish_reason, last.stop_reason))
         first = min((self._first_token_at[uid] for uid in uids if uid in self._first_token_at), default=None)
@@ -313,7 +290,7 @@ class LLM:
             self._prompt_tokens.pop(uid, None)
             self._first_token_at.pop(uid, None)
         if running and self._is_open:
-            self._to_scheduler.send(Abort(running))
+            self._to_scheduler.send(wire.Abort(running))
             while self.scheduler.has_work and not self._deltas:
                 self._turn()
 
@@ -343,30 +320,28 @@ def _whole_steps() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def _run_config(model: str, options: Mapping[str, Any]) -> RunConfig:
+def _run_config(model: str | Path | RunConfig, options: Mapping[str, Any]) -> RunConfig:
     """Options by field name, each given to the config that has the field."""
-    kinds = (ModelConfig, EngineConfig, SchedulerConfig)
-    fields = {field.name: kind for kind in kinds for field in dataclasses.fields(kind) if field.name != "model"}
-    unknown = [name for name in options if name not in fields]
+    run = model if isinstance(model, RunConfig) else RunConfig(ModelConfig(str(model)))
+    owners = {field.name: part for part, config in vars(run).items() for field in dataclasses.fields(config)}
+    unknown = [name for name in options if name not in owners]
     if unknown:
-        raise ConfigError(f"LLM has no option {unknown[0]!r}; known: {', '.join(sorted(fields))}")
-    of = {kind: {name: value for name, value in options.items() if fields[name] is kind} for kind in kinds}
-    return RunConfig(
-        ModelConfig(model=model, **of[ModelConfig]),
-        EngineConfig(**of[EngineConfig]),
-        SchedulerConfig(**of[SchedulerConfig]),
-    )
+        raise ConfigError(f"LLM has no option {unknown[0]!r}; known: {', '.join(sorted(owners))}")
+    for name, value in options.items():
+        part = owners[name]
+        run = dataclasses.replace(run, **{part: dataclasses.replace(getattr(run, part), **{name: value})})
+    return run
 
 
 def _is_ids(prompt: Any) -> TypeGuard[Sequence[int]]:
     return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], int)
 
 
-def _job(uids: list[int], prompt: Any, params: SamplingParams, template: Mapping[str, Any]) -> TokenizeJob:
+def _job(uids: list[int], prompt: Any, params: SamplingParams, template: Mapping[str, Any]) -> wire.TokenizeJob:
     if isinstance(prompt, str):
-        return TokenizeJob(uids=uids, params=params, text=prompt)
+        return wire.TokenizeJob(uids=uids, params=params, text=prompt)
     if _is_ids(prompt):
-        return TokenizeJob(uids=uids, params=params, token_ids=_packed(prompt))
+        return wire.TokenizeJob(uids=uids, params=params, token_ids=_packed(prompt))
     if not prompt or not all(isinstance(message, Mapping) for message in prompt):
         raise InvalidRequest("a prompt must be a text, a list of token ids, or a list of chat messages", "prompt")
     messages = check_messages([dict(message) for message in prompt], with_tools=True)
@@ -375,16 +350,16 @@ def _job(uids: list[int], prompt: Any, params: SamplingParams, template: Mapping
     if known.get("continue_final_message"):
         known.setdefault("add_generation_prompt", False)
     rest = {name: value for name, value in template.items() if name not in named}
-    chat = ChatPrompt(messages=messages, template_kwargs=rest, **known)
-    return TokenizeJob(uids=uids, params=params, chat=chat)
+    chat = wire.ChatPrompt(messages=messages, template_kwargs=rest, **known)
+    return wire.TokenizeJob(uids=uids, params=params, chat=chat)
 
 
 def _packed(token_ids: Sequence[int]) -> bytes:
     try:
-        return pack_ids(token_ids)
+        return wire.pack_ids(token_ids)
     except (OverflowError, TypeError) as error:
         raise InvalidRequest(f"prompt token ids must be whole numbers below 2**31: {error}", "prompt") from None
 
 
-def _error(info: ErrorInfo) -> TokenmillError:
+def _error(info: wire.ErrorInfo) -> TokenmillError:
     return InvalidRequest(info.message, info.param) if info.status == 400 else TokenmillError(info.message)
