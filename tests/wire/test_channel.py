@@ -97,15 +97,6 @@ def test_closing_sends_what_is_queued(pipe):
     assert receive(reader, 1) == [Stop(drain=True)]
 
 
-def test_frames_can_be_decoded_later(pipe):
-    reader, writer, _ = pipe
-    writer.send(Abort([5]))
-    (frame,) = reader.receive_frames(30)
-    assert isinstance(frame, bytes)
-    assert reader.decode(frame) == Abort([5])
-    assert reader.receive_frames(0) == []
-
-
 def test_the_memory_twin_never_waits_and_empties_itself():
     channel: MemoryChannel[int] = MemoryChannel()
     assert channel.receive(None) == []

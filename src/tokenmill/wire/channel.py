@@ -73,14 +73,14 @@ def address(directory: Path, name: str) -> str:
 
 
 class PushChannel(Generic[T]):
-    """A PUSH socket; `bind` decides which side owns the address."""
+    """A PUSH socket, which connects."""
 
-    def __init__(self, context: zmq.Context[Any], where: str, *, bind: bool = False) -> None:
+    def __init__(self, context: zmq.Context[Any], where: str) -> None:
         self._encode = msgspec.msgpack.Encoder().encode
         self._socket = context.socket(zmq.PUSH)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 500)
-        (self._socket.bind if bind else self._socket.connect)(where)
+        self._socket.connect(where)
 
     def send(self, message: T, /) -> None:
         """Queue one message; returns at once."""
@@ -92,39 +92,25 @@ class PushChannel(Generic[T]):
 
 
 class PullChannel(Generic[T]):
-    """A PULL socket that decodes to `kind` (a msgspec type, usually a union of tagged structs)."""
+    """A PULL socket, which binds, and decodes to `kind` (a msgspec type, usually a union of tagged structs)."""
 
-    def __init__(self, context: zmq.Context[Any], where: str, kind: Any, *, bind: bool = True) -> None:
+    def __init__(self, context: zmq.Context[Any], where: str, kind: Any) -> None:
         self._decode = msgspec.msgpack.Decoder(kind).decode
         self._socket: zmq.Socket[bytes] = context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
-        (self._socket.bind if bind else self._socket.connect)(where)
-
-    @property
-    def socket(self) -> zmq.Socket[bytes]:
-        """For pollers and event loops that watch several pipes."""
-        return self._socket
-
-    def receive_frames(self, timeout: float | None = None) -> list[bytes]:
-        """Like `receive`, still encoded: what rank 0 publishes to the other ranks."""
-        if not self._socket.poll(None if timeout is None else int(timeout * 1000)):
-            return []
-        frames = []
-        while True:
-            try:
-                frames.append(self._socket.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                return frames
-
-    def decode(self, frame: bytes) -> T:
-        """One frame's message."""
-        message: T = self._decode(frame)
-        return message
+        self._socket.bind(where)
 
     def receive(self, timeout: float | None = None) -> list[T]:
         """All messages that are there, in order; waits up to `timeout` seconds."""
-        return [self.decode(frame) for frame in self.receive_frames(timeout)]
+        if not self._socket.poll(None if timeout is None else int(timeout * 1000)):
+            return []
+        messages: list[T] = []
+        while True:
+            try:
+                messages.append(self._decode(self._socket.recv(zmq.NOBLOCK)))
+            except zmq.Again:
+                return messages
 
     def close(self) -> None:
         """Close; unread messages are lost."""

@@ -5,32 +5,33 @@ Every rank takes in the same messages between the same two steps, so that all sc
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import zmq
 
-from tokenmill.wire.channel import PullChannel, Receiver, address
+from tokenmill.wire.channel import PullChannel, PushChannel, Receiver, Sender, address
 from tokenmill.wire.messages import ToScheduler
 
 
 class LeaderInbox:
-    """Rank 0's pipe, with every batch of frames handed on to the followers, empty ones too."""
+    """Rank 0's pipe, with every batch of messages handed on to the followers, empty ones too."""
 
-    def __init__(self, source: PullChannel[ToScheduler], followers: list[zmq.Socket[bytes]]) -> None:
+    def __init__(self, source: Receiver[ToScheduler], followers: Sequence[Sender[list[ToScheduler]]]) -> None:
         self._source = source
         self._followers = followers
 
     def receive(self, timeout: float | None = None) -> list[ToScheduler]:
         """New messages, once they are on their way to the followers."""
-        frames = self._source.receive_frames(timeout)
+        messages = self._source.receive(timeout)
         for follower in self._followers:
-            follower.send_multipart([b"", *frames])
-        return [self._source.decode(frame) for frame in frames]
+            follower.send(messages)
+        return messages
 
     def close(self) -> None:
-        """Close all sockets."""
+        """Close all pipes."""
         self._source.close()
         for follower in self._followers:
             follower.close()
@@ -39,33 +40,26 @@ class LeaderInbox:
 class FollowerInbox:
     """What rank 0 took in, one batch a call. The timeout is rank 0's: this waits for its batch."""
 
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
-        self._socket = socket
-        self._decode = msgspec.msgpack.Decoder(ToScheduler).decode
+    def __init__(self, source: Receiver[list[ToScheduler]]) -> None:
+        self._source = source
+        self._batches: deque[list[ToScheduler]] = deque()
 
     def receive(self, timeout: float | None = None) -> list[ToScheduler]:
         """The messages of rank 0's next batch."""
-        _, *frames = self._socket.recv_multipart()
-        return [self._decode(frame) for frame in frames]
+        if not self._batches:
+            self._batches.extend(self._source.receive())
+        return self._batches.popleft()
 
     def close(self) -> None:
-        """Close the socket."""
-        self._socket.close()
+        """Close the pipe."""
+        self._source.close()
 
 
 def open_inbox(context: zmq.Context[Any], directory: Path, rank: int, size: int) -> Receiver[ToScheduler]:
     """The inbox of a rank. Rank 0 owns the address "scheduler", the others "rank-1", "rank-2", ..."""
     if rank > 0:
-        socket: zmq.Socket[bytes] = context.socket(zmq.PULL)
-        socket.setsockopt(zmq.RCVHWM, 0)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.bind(address(directory, f"rank-{rank}"))
-        return FollowerInbox(socket)
-    followers: list[zmq.Socket[bytes]] = []
-    for follower in range(1, size):
-        push: zmq.Socket[bytes] = context.socket(zmq.PUSH)
-        push.setsockopt(zmq.SNDHWM, 0)
-        push.setsockopt(zmq.LINGER, 500)
-        push.connect(address(directory, f"rank-{follower}"))
-        followers.append(push)
+        return FollowerInbox(PullChannel(context, address(directory, f"rank-{rank}"), list[ToScheduler]))
+    followers = [
+        PushChannel[list[ToScheduler]](context, address(directory, f"rank-{follower}")) for follower in range(1, size)
+    ]
     return LeaderInbox(PullChannel(context, address(directory, "scheduler"), ToScheduler), followers)
