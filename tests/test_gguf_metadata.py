@@ -7,7 +7,7 @@ import pytest
 
 from tests.text.vocabularies import write_gguf
 from tokenmill.errors import ModelUnreadable
-from tokenmill.gguf_metadata import read_metadata
+from tokenmill.gguf_metadata import read_header
 
 FIELDS = {
     "a.flag": True,
@@ -25,7 +25,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_values_come_back_as_written(file: Path) -> None:
-    assert read_metadata(file) == {"general.architecture": "llama", **FIELDS}
+    assert read_header(file)[0] == {"general.architecture": "llama", **FIELDS}
 
 
 def test_every_truncation_is_an_error(file: Path) -> None:
@@ -33,7 +33,7 @@ def test_every_truncation_is_an_error(file: Path) -> None:
     for length in range(len(whole) - 1):
         file.write_bytes(whole[:length])
         with pytest.raises(ModelUnreadable):
-            read_metadata(file)
+            read_header(file)
 
 
 def test_damage_anywhere_is_an_error_or_harmless(file: Path) -> None:
@@ -44,7 +44,7 @@ def test_damage_anywhere_is_an_error_or_harmless(file: Path) -> None:
         damaged[position : position + 8] = b"\xff" * 8
         file.write_bytes(damaged)
         try:
-            read_metadata(file)
+            read_header(file)
         except ModelUnreadable:
             refused += 1
     assert refused > 10
@@ -63,12 +63,12 @@ def test_other_files_are_named(tmp_path: Path, data: bytes, words: str) -> None:
     path = tmp_path / "odd.gguf"
     path.write_bytes(data)
     with pytest.raises(ModelUnreadable, match=words):
-        read_metadata(path)
+        read_header(path)
 
 
 def test_missing_and_empty_files(tmp_path: Path) -> None:
     with pytest.raises(ModelUnreadable, match="No such file"):
-        read_metadata(tmp_path / "none.gguf")
+        read_header(tmp_path / "none.gguf")
     (tmp_path / "empty.gguf").touch()
     with pytest.raises(ModelUnreadable):
-        read_metadata(tmp_path / "empty.gguf")
+        read_header(tmp_path / "empty.gguf")

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from tokenmill.errors import ModelUnreadable
 
@@ -21,8 +21,6 @@ STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 DEFAULT_ALIGNMENT = 32
 MAX_DIMENSIONS = 8
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,28 +33,14 @@ class TensorInfo:
     offset: int
 
 
-def read_metadata(path: Path) -> dict[str, Any]:
-    """All key-value pairs of a GGUF file; arrays are lists, strings are text.
-
-    Raises:
-        ModelUnreadable: not a GGUF file, of another version or byte order, truncated, or damaged.
-    """
-    return _read(path, _Header.pairs)
-
-
 def read_header(path: Path) -> tuple[dict[str, Any], list[TensorInfo]]:
-    """The key-value pairs of `read_metadata`, and the tensors in the file's order.
+    """All key-value pairs of a GGUF file (arrays are lists, strings are text), and its tensors in the file's order.
 
-    Raises:
-        ModelUnreadable: as `read_metadata`.
+    Raises ModelUnreadable: not a GGUF file, of another version or byte order, truncated, or damaged.
     """
-    return _read(path, _Header.pairs_and_tensors)
-
-
-def _read(path: Path, take: Callable[[_Header], T]) -> T:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return take(_Header(data))
+            return _Header(data).read()
     except OSError as error:
         raise ModelUnreadable(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, struct.error, RecursionError, MemoryError, OverflowError) as error:
@@ -74,29 +58,20 @@ class _Header:
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
         self._position = 0
-        self._num_tensors = 0
 
-    def pairs(self) -> dict[str, Any]:
+    def read(self) -> tuple[dict[str, Any], list[TensorInfo]]:
         if self._bytes(4) != MAGIC:
             raise _Damage("it does not start with the letters GGUF")
         version = self._scalar("I")
         if version not in VERSIONS:
             other = " (big-endian files are not supported)" if version & 0xFFFF == 0 else ""
             raise _Damage(f"it is of version {version}, not {' or '.join(map(str, VERSIONS))}{other}")
-        self._num_tensors = self._scalar("Q")
-        count = self._scalar("Q")
-        pairs: dict[str, Any] = {}
-        for _ in range(count):
-            key = self._text()
-            pairs[key] = self._value(self._scalar("I"))
-        return pairs
-
-    def pairs_and_tensors(self) -> tuple[dict[str, Any], list[TensorInfo]]:
-        pairs = self.pairs()
+        num_tensors, num_pairs = self._scalar("Q"), self._scalar("Q")
+        pairs = {self._text(): self._value(self._scalar("I")) for _ in range(num_pairs)}
         alignment = pairs.get("general.alignment", DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
             raise _Damage(f"its alignment is {alignment!r}")
-        infos = [self._tensor() for _ in range(self._num_tensors)]
+        infos = [self._tensor() for _ in range(num_tensors)]
         start = -(-self._position // alignment) * alignment
         return pairs, [TensorInfo(name, shape, kind, start + offset) for name, shape, kind, offset in infos]
 

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as Backend
 
 from tokenmill.errors import ModelUnreadable
-from tokenmill.gguf_metadata import read_metadata
+from tokenmill.gguf_metadata import read_header
 from tokenmill.text.pre_tokenizers import find_rule
 from tokenmill.text.vocabulary import SPACE_MARK, Vocabulary
 
@@ -32,7 +32,7 @@ def load_gguf_vocabulary(path: Path) -> Vocabulary:
     Raises:
         ModelUnreadable: no vocabulary in the file, an unknown kind or rule, or lists that do not fit each other.
     """
-    fields = read_metadata(path)
+    fields, _ = read_header(path)
     tokens = fields.get(f"{PREFIX}tokens")
     if not isinstance(tokens, list) or not tokens:
         raise ModelUnreadable(f"{path} holds no vocabulary (tokenizer.ggml.tokens): use a file of a text model")

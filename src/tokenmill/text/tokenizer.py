@@ -48,16 +48,6 @@ class Tokenizer:
             return cls(byte_vocabulary())
         return cls(load_folder_vocabulary(path) if path.is_dir() else load_gguf_vocabulary(path))
 
-    @property
-    def bos_token(self) -> str:
-        """Text of the token that begins a text; "" if there is none."""
-        return self.special_tokens.get("bos_token", "")
-
-    @property
-    def eos_token(self) -> str:
-        """Text of the token that ends a text; "" if there is none."""
-        return self.special_tokens.get("eos_token", "")
-
     def longest_text(self, num_tokens: int) -> int:
         """Most characters that `num_tokens` tokens can stand for: a longer text need not be tokenized to be refused."""
         shrink = 1 if self._backend.normalizer is None else NORMALIZER_SHRINK
@@ -71,14 +61,8 @@ class Tokenizer:
             add_special_tokens: put bos and eos where the model wants them.
             allow_special: a special token's text becomes that token; otherwise it is text like any other.
         """
-        text = SURROGATES.sub("\ufffd", text)
-        if allow_special:
-            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
-        self._backend.encode_special_tokens = True
-        try:
-            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
-        finally:
-            self._backend.encode_special_tokens = False
+        self._backend.encode_special_tokens = not allow_special
+        return list(self._backend.encode(SURROGATES.sub("\ufffd", text), add_special_tokens=add_special_tokens).ids)
 
     def encode_masked(self, text: str, plain: Mapping[str, str]) -> list[int]:
         """Like `encode` without bos and eos, but with text in it that must not become special tokens.
@@ -88,6 +72,7 @@ class Tokenizer:
             plain: single letters in `text`, and the text that each stands for.
         """
         text = SURROGATES.sub("\ufffd", text)
+        self._backend.encode_special_tokens = False
         encoding = self._backend.encode(text, add_special_tokens=False)
         masks = str.maketrans(dict(plain))
         ids: list[int] = []

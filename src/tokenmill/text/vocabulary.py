@@ -60,13 +60,20 @@ def token_bytes(backend: Backend) -> tuple[TokenBytes | None, bool]:
     An id without a token is no bytes.
     """
     steps = _decoder_steps(backend)
-    added = {token_id: token.content.encode() for token_id, token in backend.get_added_tokens_decoder().items()}
     if [step["type"] for step in steps] == ["ByteLevel"]:
-        return _byte_level(backend, added), False
-    if steps and all(map(_is_piece_step, steps)):
+        spell, strips_first_space = _byte_letters(), False
+    elif steps and all(map(_is_piece_step, steps)):
         has_bytes = any(step["type"] == "ByteFallback" for step in steps)
-        return _pieces(backend, added, has_bytes), any(map(_strips_first_space, steps))
-    return None, False
+        spell, strips_first_space = _pieces(has_bytes), any(map(_strips_first_space, steps))
+    else:
+        return None, False
+    added = {token_id: token.content.encode() for token_id, token in backend.get_added_tokens_decoder().items()}
+    name = backend.id_to_token
+
+    def convert(token_id: int) -> bytes:
+        return added[token_id] if token_id in added else spell(name(token_id) or "")
+
+    return convert, strips_first_space
 
 
 def _decoder_steps(backend: Backend) -> list[dict[str, Any]]:
@@ -94,29 +101,18 @@ def _strips_first_space(step: dict[str, Any]) -> bool:
     return bool(step["type"] == "Strip" and step["start"] > 0)
 
 
-def _byte_level(backend: Backend, added: dict[int, bytes]) -> TokenBytes:
-    alphabet, name = byte_alphabet(), backend.id_to_token
+def _byte_letters() -> Callable[[str], bytes]:
+    alphabet = byte_alphabet()
 
-    def convert(token_id: int) -> bytes:
-        if token_id in added:
-            return added[token_id]
-        token = name(token_id) or ""
+    def spell(token: str) -> bytes:
         try:
             return bytes([alphabet[letter] for letter in token])
         except KeyError:
             return token.encode()
 
-    return convert
+    return spell
 
 
-def _pieces(backend: Backend, added: dict[int, bytes], has_bytes: bool) -> TokenBytes:
-    name = backend.id_to_token
+def _pieces(has_bytes: bool) -> Callable[[str], bytes]:
     byte_tokens = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)} if has_bytes else {}
-
-    def convert(token_id: int) -> bytes:
-        if token_id in added:
-            return added[token_id]
-        token = name(token_id) or ""
-        return byte_tokens.get(token) or token.replace(SPACE_MARK, " ").encode()
-
-    return convert
+    return lambda token: byte_tokens.get(token) or token.replace(SPACE_MARK, " ").encode()

@@ -55,8 +55,9 @@ class TokenizerStage:
     def process(self, job: wire.TokenizeJob) -> tuple[list[wire.GenerateJob], wire.Tokenized | wire.Refused]:
         """One GenerateJob a choice and a Tokenized; or none and a Refused. Never raises for what a job holds."""
         try:
-            token_ids = self._prompt_ids(job)
-            jobs = self._generate_jobs(job, token_ids)
+            assert self.limits is not None, "Limits come before the first job"
+            token_ids = self._prompt_ids(job, self.limits)
+            jobs = self._generate_jobs(job, token_ids, self.limits)
         except TokenmillError as error:
             return [], wire.Refused(job.uids, wire.ErrorInfo(error.message, error.kind, error.status, error.param))
         except RecursionError:
@@ -67,27 +68,25 @@ class TokenizerStage:
             return [], wire.Refused(job.uids, wire.ErrorInfo("tokenizing failed inside the server; see its log"))
         return jobs, wire.Tokenized(job.uids, len(token_ids))
 
-    def _prompt_ids(self, job: wire.TokenizeJob) -> list[int]:
-        limits = self._limits()
+    def _prompt_ids(self, job: wire.TokenizeJob, limits: wire.Limits) -> list[int]:
+        param = "messages" if job.chat else "prompt"
+        check_length = partial(self._check_length, limits.max_model_len, param)
         if job.token_ids is not None:
             token_ids = wire.unpack_ids(job.token_ids)
         elif job.text is not None:
-            self._check_length(job.text, "prompt")
+            check_length(job.text)
             token_ids = self._tokenizer.encode(job.text)
         elif job.chat is not None:
-            check = partial(self._check_length, param="messages")
-            token_ids = encode_chat(self._tokenizer, self._template, job.chat, check)
+            token_ids = encode_chat(self._tokenizer, self._template, job.chat, check_length)
         else:
             raise InvalidRequest("a request needs a prompt", "prompt")
-        param = "messages" if job.chat else "prompt"
         if not token_ids:
             raise InvalidRequest("the prompt is empty: it has no tokens", param)
         _check_ids(token_ids, limits.vocab_size, param)  # a tokenizer can have more tokens than its model
         return token_ids
 
-    def _check_length(self, text: str, param: str) -> None:
+    def _check_length(self, most: int, param: str, text: str) -> None:
         """Refuse without tokenizing what cannot fit, so that one huge text does not hold up the others."""
-        most = self._limits().max_model_len
         if len(text) > self._tokenizer.longest_text(most):
             raise RequestTooLong(
                 f"This model's maximum context length is {most} tokens. However, you requested a prompt of "
@@ -95,8 +94,10 @@ class TokenizerStage:
                 param,
             )
 
-    def _generate_jobs(self, job: wire.TokenizeJob, token_ids: list[int]) -> list[wire.GenerateJob]:
-        params, limits = job.params, self._limits()
+    def _generate_jobs(
+        self, job: wire.TokenizeJob, token_ids: list[int], limits: wire.Limits
+    ) -> list[wire.GenerateJob]:
+        params = job.params
         _check_ids(params.stop_token_ids, limits.vocab_size, "stop_token_ids")
         _check_ids(params.logit_bias, limits.vocab_size, "logit_bias")
         if len(job.uids) != params.n:
@@ -123,11 +124,6 @@ class TokenizerStage:
             )
             for index, uid in enumerate(job.uids)
         ]
-
-    def _limits(self) -> wire.Limits:
-        if self.limits is None:
-            raise TokenmillError("the server is not ready yet; try again")
-        return self.limits
 
 
 def _check_ids(token_ids: Any, vocab_size: int, param: str) -> None:
