@@ -227,7 +227,7 @@ def _run_child(plan: ProcessPlan, pipe: connection.Connection, parent: int) -> N
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    _die_with_parent(plan.name, parent)
+    end_with_parent(plan.name, parent)
     log.configure(plan.name, plan.log_level)
     report = Report(plan.name, pipe)
     try:
@@ -249,7 +249,7 @@ def _resolve(target: Callable[[Any, Report], None] | str) -> Callable[[Any, Repo
     return function
 
 
-def _die_with_parent(name: str, parent: int) -> None:
+def end_with_parent(name: str, parent: int) -> None:
     """End this process when its parent ends, also by SIGKILL: by the kernel on Linux, by a waiting thread elsewhere."""
     if sys.platform == "linux":
         prctl = ctypes.CDLL(None).prctl

@@ -1,181 +1,198 @@
-"""Kernels compiled ahead: each once, on other threads, and none launched on the way."""
+"""The process that compiles ahead, from its parent's side: waited for, told of, and never left behind."""
 
 from __future__ import annotations
 
-import importlib.util
+import logging
 import os
+import signal
 import subprocess
 import sys
-import threading
-from collections import defaultdict
-from types import ModuleType, SimpleNamespace
+from dataclasses import replace
+from importlib.util import find_spec as really_find_spec
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
-from tokenmill.engine.warm_up import Compilation
+from tokenmill.config import EngineConfig, RunConfig
+from tokenmill.engine import warm_up
+from tokenmill.engine.warm_up import WarmUp
 
-SUPPORT = "tests.support.rehearsal"
+PYTHON = sys.executable
+CHILD = """#!{python}
+import os, subprocess, sys
+from multiprocessing.connection import Connection
+pipe = Connection(int(sys.argv[-2]))
+assert sys.argv[1:4] == ["-P", "-m", "tokenmill.engine.warm_up"] and int(sys.argv[-1]) == os.getppid()
+assert os.environ["CUDA_VISIBLE_DEVICES"] == "" and {path!r} in os.environ["PYTHONPATH"].split(os.pathsep)
+{does}
+"""
+IN_TWO_PARTS = "assert pipe.recv() == 'rehearsal'; pipe.send(''); pipe.recv(); pipe.send('2 kernels compiled in 1.0 s')"
 
 
 @pytest.fixture
-def knobs(monkeypatch):
-    """Stands for triton.knobs.runtime; `driver` for triton.runtime.driver."""
-    triton, runtime, compiler = (ModuleType(name) for name in ("triton", "triton.runtime", "triton.compiler"))
-    compiler.ASTSource, compiler.compile = make_source, compile_source
-    triton.knobs = SimpleNamespace(runtime=SimpleNamespace(jit_cache_hook=None))
-    runtime.driver = triton.knobs.runtime.driver = Driver()
-    for module in (triton, runtime, compiler):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    return triton.knobs.runtime
+def start(monkeypatch, tmp_path):
+    """Makes a WarmUp on a machine with a GPU, whose process does what is given; all are cancelled at the end."""
+    started = []
+    monkeypatch.setattr(warm_up, "GPU_DRIVERS", (os.devnull,))
+    monkeypatch.setattr(warm_up, "find_spec", lambda name: SimpleNamespace(origin=__file__))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "model").touch()
+
+    def make(does=None, run=None):
+        if does is not None:
+            program = tmp_path / "program"
+            program.write_text(CHILD.format(python=PYTHON, path=sys.path[-1], does=does))
+            program.chmod(0o755)
+            monkeypatch.setattr(warm_up.sys, "executable", str(program))
+        started.append(WarmUp(run or RunConfig(), tmp_path / "model"))
+        return started[-1]
+
+    yield make
+    for its in started:
+        its.cancel()
 
 
-class Driver:
-    def __init__(self):
-        self.active = self
-
-    def set_active(self, active):
-        self.active = active
-
-    def get_current_device(self):
-        return 0
+def warnings_of(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
-class Kernel:
-    """A kernel as Triton treats it: by key, compiled at first launch unless the hook says no."""
-
-    def __init__(self, knobs, name="kernel"):
-        self.knobs, self.name, self.module = knobs, name, "module"
-        self.jit_function = self
-        self.device_caches = defaultdict(lambda: ({}, None, "target"))
-        self.launched, self.compiled_by = [], []
-
-    @property
-    def loaded(self):
-        return self.device_caches[self.knobs.driver.active.get_current_device()][0]
-
-    def launch(self, key):
-        options = {"specialization_data": '{"options": {"shape": [1, 2]}}'}
-        told = {"signature": key, "constants": {}, "configs": ["attributes"], **options}
-        hook = self.knobs.jit_cache_hook
-        if key in self.loaded or not (hook and hook(key=key, repr="", fn=self, compile=told, is_manual_warmup=False)):
-            self.launched.append(key)
+def marks(tmp_path):
+    return list(tmp_path.glob("cache/*/compiled"))
 
 
-def make_source(kernel, signature, constants, attributes):
-    assert attributes == "attributes"
-    return kernel, signature
+def test_a_first_request_need_not_wait_for_all_kernels_and_the_next_start_for_none(start, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    beside = start(IN_TWO_PARTS)
+    assert not beside.is_done()
+    beside.begin("rehearsal")
+    beside.wait(for_all=False)
+    assert not beside.is_done()
+    assert marks(tmp_path) == []
+    beside._pipe.send("go on")
+    beside.wait(for_all=True)
+    assert beside.is_done()
+    assert caplog.messages == ["2 kernels compiled in 1.0 s"]
+    assert len(marks(tmp_path)) == 1
+    again = start("raise SystemExit('not again')")
+    assert again.is_done()
+    again.begin("rehearsal")
+    again.wait(for_all=True)
+    assert len(caplog.messages) == 1
+    other = start(IN_TWO_PARTS, RunConfig(engine=EngineConfig(page_size=32)))
+    assert not other.is_done()
 
 
-def compile_source(source, target, options):
-    kernel, key = source
-    assert (target, options) == ("target", {"shape": (1, 2)})
-    if key == "broken":
-        raise ValueError("does not compile")
-    if key == "slow":
-        assert kernel.may_compile.wait(30)
-    kernel.compiled_by.append((key, threading.get_ident()))
-    return SimpleNamespace(run="launcher")
+@pytest.mark.parametrize(
+    ("does", "reason"),
+    [
+        ("pipe.send('ValueError: told'); sys.exit(1)", "ValueError: told"),
+        ("pipe.recv(); os.kill(os.getpid(), 9)", "the compiling process ended with exit code -9"),
+        ("pipe.recv(); pipe.send(''); sys.exit(3)", "the compiling process ended with exit code 3"),
+    ],
+)
+def test_a_failure_is_told_once_and_keeps_nobody_waiting(start, tmp_path, caplog, does, reason):
+    beside = start(does)
+    beside.begin("rehearsal")
+    beside.wait(for_all=False)
+    beside.wait(for_all=True)
+    assert beside.is_done()
+    assert warnings_of(caplog) == [f"kernels are compiled at first use, not ahead: {reason}"]
+    assert marks(tmp_path) == []
 
 
-def test_what_a_rehearsal_launches_is_compiled_once_and_not_launched(knobs):
-    first, second = Kernel(knobs, "first"), Kernel(knobs, "second")
-    second.loaded["known"] = "kernel"
-    rehearsed_by = []
-
-    def rehearsal(first_known):
-        rehearsed_by.append(threading.get_ident())
-        for key in ("a", "b", "a", "b"):
-            first.launch(key)
-        while "a" not in first.device_caches[0][0]:
-            pass
-        first.launch("a")
-        second.launch("a")
-        second.launch("known")
-
-    assert Compilation(rehearsal, 3).wait() == 3
-    assert sorted(first.loaded) == ["a", "b"]
-    assert list(second.loaded) == ["known", "a"]
-    assert first.launched == second.launched == []
-    assert sorted(key for key, _ in first.compiled_by) == ["a", "b"]
-    assert rehearsed_by != [threading.get_ident()]
+def test_a_process_that_cannot_start_is_told(start, monkeypatch, caplog, tmp_path):
+    monkeypatch.setattr(warm_up.sys, "executable", str(tmp_path / "missing"))
+    beside = start()
+    beside.begin("rehearsal")
+    beside.wait(for_all=False)
+    assert beside.is_done()
+    assert len(warnings_of(caplog)) == 1
 
 
-def test_launches_of_other_threads_and_after_the_rehearsal_are_left_alone(knobs):
-    kernel = Kernel(knobs)
-    before = knobs.jit_cache_hook = lambda **_: False
-    begun, may_end = threading.Event(), threading.Event()
-
-    def rehearsal(first_known):
-        begun.set()
-        assert may_end.wait(30)
-
-    compilation = Compilation(rehearsal, 1)
-    assert begun.wait(30)
-    assert knobs.jit_cache_hook is not before
-    assert knobs.driver.active is not knobs.driver
-    kernel.launch("meanwhile")
-    may_end.set()
-    assert compilation.wait() == 0
-    assert knobs.jit_cache_hook is before
-    assert knobs.driver.active is knobs.driver
-    kernel.launch("afterwards")
-    assert kernel.launched == ["meanwhile", "afterwards"]
+@pytest.mark.parametrize("begins", [True, False])
+def test_cancelling_ends_the_process_and_what_it_started(start, caplog, tmp_path, begins):
+    beside = start("print(subprocess.Popen(['sleep', '60']).pid, file=open(sys.argv[0] + '.pid', 'w'), flush=True);"
+                   "pipe.send(''); pipe.recv(); pipe.recv()")  # fmt: skip
+    if begins:
+        beside.begin("rehearsal")
+        beside.wait(for_all=False)
+    else:
+        beside._pipe.recv()
+    sleeping = psutil.Process(int((tmp_path / "program.pid").read_text()))
+    assert os.getpgid(beside._process.pid) == os.getpgid(sleeping.pid) != os.getpgid(0)
+    beside.cancel()
+    _, alive = psutil.wait_procs([sleeping], timeout=30)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    assert beside._process.returncode == -signal.SIGKILL
+    beside.wait(for_all=True)
+    assert beside.is_done()
+    assert warnings_of(caplog) == []
 
 
-def test_only_the_first_kernels_are_waited_for_and_a_launch_waits_for_its_own(knobs):
-    kernel = Kernel(knobs)
-    kernel.may_compile = threading.Event()
-
-    def rehearsal(first_known):
-        kernel.launch("first")
-        first_known()
-        kernel.launch("slow")
-
-    compilation = Compilation(rehearsal, 2)
-    compilation.wait_first()
-    assert list(kernel.loaded) == ["first"]
-    compilation._rehearsal.result()
-    launch = threading.Thread(target=kernel.launch, args=("slow",))
-    launch.start()
-    launch.join(0.05)
-    assert launch.is_alive()
-    kernel.may_compile.set()
-    launch.join()
-    assert kernel.launched == ["slow"]
-    assert len(kernel.compiled_by) == 2
-    assert compilation.wait() == 2
+@pytest.mark.parametrize("what", ["device", "driver", "triton"])
+def test_without_a_gpu_nothing_is_started(start, monkeypatch, caplog, what):
+    run = RunConfig()
+    if what == "device":
+        run = replace(run, engine=EngineConfig(device="cpu"))
+    elif what == "driver":
+        monkeypatch.setattr(warm_up, "GPU_DRIVERS", ("/missing",))
+    else:
+        monkeypatch.setattr(warm_up, "find_spec", lambda name: None)
+    beside = start("raise SystemExit('not wanted')", run)
+    assert beside._process is None
+    beside.cancel()
+    assert beside.is_done()
+    assert caplog.messages == []
 
 
-def test_a_rehearsal_that_fails_keeps_nobody_waiting(knobs):
-    compilation = Compilation(lambda first_known: 1 // 0, 1)
-    compilation.wait_first()
-    with pytest.raises(ZeroDivisionError):
-        compilation.wait()
-    assert knobs.jit_cache_hook is None
+REAL = """
+import logging, os, sys, time
+from pathlib import Path
+from types import SimpleNamespace
+from tokenmill.config import RunConfig
+from tokenmill.engine import warm_up
+
+logging.basicConfig(format="%(message)s")
+warm_up.GPU_DRIVERS, warm_up.find_spec = (os.devnull,), lambda name: SimpleNamespace(origin=__file__)
+beside = warm_up.WarmUp(RunConfig(), Path(__file__))
+print(beside._process.pid, "torch" in sys.modules, flush=True)
+{then}
+"""
 
 
-@pytest.mark.parametrize("key", ["broken", None])
-def test_errors_are_told_and_the_hook_is_taken_away(knobs, key):
-    def rehearsal(first_known):
-        Kernel(knobs).launch("fine")
-        Kernel(knobs).launch(key) if key else 1 // 0
+def run_real(then, tmp_path):
+    """A script without a `__main__` guard."""
+    (tmp_path / "script.py").write_text(REAL.format(then=then))
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+    return subprocess.Popen(
+        [sys.executable, str(tmp_path / "script.py")], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
 
-    with pytest.raises(ValueError if key else ZeroDivisionError):
-        Compilation(rehearsal, 2).wait()
-    assert knobs.jit_cache_hook is None
+
+def test_the_process_tells_why_it_cannot_compile(tmp_path):
+    with run_real("beside.begin(None); beside.wait(for_all=True)", tmp_path) as script:
+        output, errors = script.communicate(timeout=120)
+    assert script.returncode == 0
+    assert output.endswith(" False\n")
+    assert len(output.splitlines()) == 1
+    assert errors.startswith("kernels are compiled at first use, not ahead: ")
+    expected = "AttributeError" if really_find_spec("triton") else "ModuleNotFoundError: No module named 'triton'"
+    assert expected in errors or "libcuda" in errors
+    assert "Traceback" not in errors
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_a_rehearsal_reaches_all_kernels_of_a_model_and_leaves_none_to_the_first_launch(family, tmp_path):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-m", SUPPORT, family], env=environment, capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stderr
-    compiled, missed, launched, names = done.stdout.splitlines()
-    assert int(compiled) > 5
-    assert int(missed) == 0
-    assert int(launched) >= int(compiled)
-    assert {"_attend", "_gemv_kernel", "_race_kernel", "_count_kernel", "_stage_kernel"} <= set(names.split())
+def test_the_process_ends_with_a_killed_parent(tmp_path):
+    with run_real("time.sleep(120)", tmp_path) as script:
+        compiling = psutil.Process(int(script.stdout.readline().split()[0]))
+        script.kill()
+        _, alive = psutil.wait_procs([compiling], timeout=60)
+        assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+        assert script.stderr.read() == ""
+
+
+def test_the_scheduler_process_begins_without_torch():
+    code = "import sys, tokenmill.worker.main; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False\n"

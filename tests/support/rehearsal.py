@@ -1,39 +1,40 @@
-"""Compile a tiny model's kernels ahead, without a GPU, then launch them.
+"""Compile a tiny model's kernels ahead in the warm-up's process, without a GPU, then launch them here.
 
-Prints how many were compiled, how many the launches missed, the number of launches, and the kernels' names.
+Prints how many were compiled, how many of the launches' kernels were missing in the cache, the number of launches, what
+was imported on the way, and the kernels' names.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
+from pathlib import Path
 
 import torch
 from triton import knobs
-from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaDriver
 from triton.runtime import driver
 
 from tests.sched.support import make_config
 from tokenmill.attention.triton import TritonAttention
+from tokenmill.config import RunConfig
 from tokenmill.engine import warm_up
+from tokenmill.engine.compiler import Rehearsal
 from tokenmill.ops.triton.ops import TritonOps
 from tokenmill.parallel.group import Group
 from tokenmill.spec import ModelSpec
 
 
-class Target:
-    """Stands for the driver: kernels are compiled for one GPU and launched on none."""
+class NoGPU(CudaDriver):
+    """Stands for the driver: launchers are made, or found, as for a GPU; kernels are loaded and launched nowhere."""
 
     def __init__(self):
-        self.utils, self.num_launches = self, 0
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
+        super().__init__()
+        self.make_launcher, self.launcher_cls, self.num_launches = self.launcher_cls, self.count_launches, 0
+        self.utils = self
+        self.get_device_capability = lambda device: (9, 0)
+        self.get_current_device = self.get_current_stream = lambda *device: 0
 
     def get_device_properties(self, device):
         return {"max_shared_mem": 232448}
@@ -41,7 +42,9 @@ class Target:
     def load_binary(self, *arguments):
         return 1, 1, 0, 0, 1024
 
-    def launcher_cls(self, source, metadata):
+    def count_launches(self, source, metadata):
+        self.make_launcher(source, metadata)
+
         def launch(*arguments):
             self.num_launches += 1
 
@@ -49,28 +52,36 @@ class Target:
 
 
 def main(family: str) -> None:
-    target = Target()
-    driver.set_active(target)
-    warm_up.TOKENS = [2]
+    logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stdout)
+    warm_up.GPU_DRIVERS = (os.devnull,)
+    beside = warm_up.WarmUp(RunConfig(), Path(__file__))
     spec = ModelSpec(family, 260, 64, 96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64, max_position=64)
-    config = make_config(device="cuda", dtype="bfloat16", max_running=3, graph_max_batch=2)
+    config = make_config(device="cuda", dtype="bfloat16", threads=2, max_running=3, graph_max_batch=2)
     attention = TritonAttention(
         scale=1.0, num_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16, num_sms=132, pdl=True
     )
-    ops = TritonOps(has_pdl=True)
+    few = {"first_prompts": (2,), "prompts": (2,)}
+    rehearsal = Rehearsal(spec, Group.solo(), config, TritonOps(has_pdl=True), attention, (9, 0), **few)
+    beside.begin(rehearsal)
+    beside.wait(for_all=True)
+    gpu = NoGPU()
+    driver.set_active(gpu)
+    names, missing = [], []
 
-    def rehearse(first_known):
-        warm_up.rehearse(spec, Group.solo(), config, ops, attention, first_known)
+    def listen(*, src, cache_hit, **_):
+        names.append(src.name)
+        missing.extend([] if cache_hit else [src.name])
 
-    compilation = warm_up.Compilation(rehearse, num_threads=2)
-    print(compilation.wait())
-    assert target.num_launches == 0
-    missed = []
-    knobs.runtime.jit_cache_hook = lambda *, key, **_: missed.append(key)
-    rehearse(lambda: None)
-    print(len(missed))
-    print(target.num_launches)
-    print(*sorted({name.rpartition(".")[2] for name, _ in compilation._kernels}))
+    knobs.compilation.listener = listen
+    files = set(Path(os.environ["TRITON_CACHE_DIR"]).rglob("*.*"))
+    for _ in rehearsal.launch():
+        pass
+    missing += [path.name for path in set(Path(os.environ["TRITON_CACHE_DIR"]).rglob("*.*")) - files]
+    print(len(names))
+    print(len(missing))
+    print(gpu.num_launches)
+    print(*sorted({"torch._dynamo", "sympy"} & set(sys.modules)))
+    print(*names)
 
 
 if __name__ == "__main__":

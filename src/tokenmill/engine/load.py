@@ -12,6 +12,7 @@ import torch
 
 from tokenmill.attention.select import make_backend
 from tokenmill.config import ELEMENT_SIZE, ResolvedConfig, RunConfig, resolve
+from tokenmill.engine.compiler import Rehearsal
 from tokenmill.engine.device import free_cuda_memory, measure_hardware, open_device
 from tokenmill.engine.engine import ModelEngine
 from tokenmill.engine.graphs import graph_bytes
@@ -26,23 +27,29 @@ from tokenmill.weights.hf_folder import read_spec
 log = logging.getLogger(__name__)
 
 
-def load_engine(run: RunConfig, path: Path, group: Group) -> tuple[ModelEngine, ResolvedConfig, ModelSpec]:
+def load_engine(
+    run: RunConfig, path: Path, group: Group, warm_up: WarmUp | None = None
+) -> tuple[ModelEngine, ResolvedConfig, ModelSpec]:
     """Measure the machine, load the model, size the K/V pool from what is left, make the engine.
 
     Raises:
         ModelUnreadable: the model's files cannot be used.
         ConfigError: the configuration cannot work with this model on this machine.
     """
-    hardware = measure_hardware(run.engine.device)
-    checkpoint = None if run.model.random_weights else open_checkpoint(path)
-    spec = read_spec(path) if checkpoint is None else checkpoint.spec
-    config = resolve(run, hardware, spec)  # what cannot work is refused before the weights are read
-    torch.set_num_threads(config.threads)
-    device, dtype = torch.device(config.device), getattr(torch, config.dtype)
-    attention = make_backend(run.engine.attention, spec, dtype, device, group.size)
-    ops = make_ops("triton" if device.type == "cuda" else "reference", device)
-    warm_up = WarmUp(spec, group, config)
+    warm_up = warm_up or WarmUp(run, path)
     try:
+        hardware = measure_hardware(run.engine.device)
+        checkpoint = None if run.model.random_weights else open_checkpoint(path)
+        spec = read_spec(path) if checkpoint is None else checkpoint.spec
+        config = resolve(run, hardware, spec)  # what cannot work is refused before the weights are read
+        torch.set_num_threads(config.threads)
+        device, dtype = torch.device(config.device), getattr(torch, config.dtype)
+        attention = make_backend(run.engine.attention, spec, dtype, device, group.size)
+        ops = make_ops("triton" if device.type == "cuda" else "reference", device)
+        if attention.name == "triton":
+            warm_up.begin(Rehearsal(spec, group, config, ops, attention, torch.cuda.get_device_capability(device)))
+        else:
+            warm_up.cancel()
         started = time.perf_counter()
         options = {"dtype": dtype, "group": group, "attention": attention, "ops": ops, "device": device}
         with torch.inference_mode():

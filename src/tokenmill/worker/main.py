@@ -7,8 +7,7 @@ from contextlib import ExitStack, closing
 
 import zmq
 
-from tokenmill.engine.load import load_engine
-from tokenmill.parallel.group import Group
+from tokenmill.engine.warm_up import WarmUp
 from tokenmill.procs import Report
 from tokenmill.sched.scheduler import Scheduler
 from tokenmill.wire.channel import NullSender, PushChannel, Sender, address
@@ -26,7 +25,11 @@ def run_scheduler(settings: SchedulerSettings, report: Report) -> None:
         TokenmillError: the model or the configuration cannot be used.
     """
     started = time.perf_counter()
-    engine, config, spec = load_engine(settings.run, settings.model, Group.solo())
+    warm_up = WarmUp(settings.run, settings.model)
+    from tokenmill.engine.load import load_engine  # beside the warm-up, as torch's import takes seconds
+    from tokenmill.parallel.group import Group
+
+    engine, config, spec = load_engine(settings.run, settings.model, Group.solo(), warm_up)
     with ExitStack() as stack:
         stack.enter_context(closing(engine))
         context = stack.enter_context(zmq.Context())
