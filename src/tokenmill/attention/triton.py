@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
@@ -77,22 +77,15 @@ class TritonAttention:
         rows, singles = _rows_of(layout)
         gathered = tuple(row for row in rows if row.length >= self._gather_from)
         work = make_work((row for row in rows if 1 < row.length < self._gather_from), self._block_queries)
-        tokens, slots, positions, items = _to_device(
-            (
-                [row.first_token for row in singles],
-                [row.slot for row in singles],
-                [row.start for row in singles],
-                [number for item in work for number in item],
-            ),
-            page_table.device,
-        )
-        return TritonMetadata(
-            page_table=page_table,
-            page_size=page_size,
-            decode=self._cut(slots, positions, tokens) if singles else None,
-            work=items.view(-1, WORK_COLUMNS) if work else None,
-            gathered=gathered,
-        )
+        num_rows = -(-len(singles) // ALIGNED_INTS) * ALIGNED_INTS
+        numbers = _numbers(singles, num_rows, work, len(work))
+        # The pinned memory is kept until the copy is done by torch's allocator, which notes the stream that reads it.
+        packed = torch.tensor(numbers, dtype=torch.int32, pin_memory=page_table.is_cuda)
+        packed = packed.to(page_table.device, non_blocking=True)
+        tokens, slots, positions = packed[: 3 * num_rows].view(3, num_rows)[:, : len(singles)]
+        decode = self._cut(slots, positions, tokens) if singles else None
+        items = packed[3 * num_rows :].view(-1, WORK_COLUMNS) if work else None
+        return TritonMetadata(page_table, page_size, decode, items, gathered)
 
     def plan_decode(self, slots: Tensor, positions: Tensor, page_table: Tensor, page_size: int) -> TritonMetadata:
         """See `GraphAttention.plan_decode`. Rows read fastest when long contexts come first."""
@@ -109,13 +102,7 @@ class TritonAttention:
         num_items = self._num_items(num_tokens, num_rows)
         if len(singles) > num_rows or len(work) > num_items or any(row.length >= self._gather_from for row in rows):
             return None
-        spare = num_rows - len(singles)
-        numbers = array("i", [row.first_token for row in singles] + [0] * spare)
-        numbers.extend([row.slot for row in singles] + [spare_slot] * spare)
-        numbers.extend([row.start for row in singles] + [-1] * spare)  # no context: no program computes such a row
-        numbers.extend(number for item in work for number in item)
-        numbers.extend([0] * (WORK_COLUMNS * (num_items - len(work))))
-        return numbers
+        return _numbers(singles, num_rows, work, num_items, spare_slot)
 
     def plan_tables(
         self, tables: Tensor, num_tokens: int, num_rows: int, page_table: Tensor, page_size: int
@@ -153,15 +140,12 @@ class TritonAttention:
         """See `AttentionBackend.run`."""
         keys, values = kv.keys[layer], kv.values[layer]  # [kv_slots, kv_heads, head_dim]
         table, page_size = metadata.page_table, metadata.page_size
+        gather = partial(gathered_attention, query, keys, values, table, page_size=page_size, scale=self._scale)
         if len(metadata.gathered) == 1 and metadata.gathered[0].length == query.shape[0]:
-            return gathered_attention(
-                query, keys, values, table, metadata.gathered[0], page_size=page_size, scale=self._scale
-            )
+            return gather(metadata.gathered[0])
         out = query.new_empty(query.shape)  # [tokens, heads, head_dim]
         for row in metadata.gathered:
-            out[row.first_token : row.first_token + row.length] = gathered_attention(
-                query, keys, values, table, row, page_size=page_size, scale=self._scale
-            )
+            out[row.first_token : row.first_token + row.length] = gather(row)
         if metadata.work is not None:
             prefill_attention(query, keys, values, table, metadata.work, out, page_size=page_size, scale=self._scale)
         if metadata.decode is not None:
@@ -181,14 +165,12 @@ def _rows_of(layout: RowLayout) -> tuple[list[PrefillRow], list[PrefillRow]]:
     return rows, sorted((row for row in rows if row.length == 1), key=lambda row: row.start, reverse=True)
 
 
-def _to_device(lists: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
-    """The lists as int32 tensors, carried over by one copy."""
-    flat: list[int] = []
-    places: list[slice] = []
-    for numbers in lists:
-        places.append(slice(len(flat), len(flat) + len(numbers)))
-        flat.extend(numbers)
-        flat.extend([0] * (-len(flat) % ALIGNED_INTS))
-    # The pinned memory is kept until the copy is done by torch's allocator, which notes the stream that reads it.
-    packed = torch.tensor(flat, dtype=torch.int32, pin_memory=device.type == "cuda").to(device, non_blocking=True)
-    return [packed[place] for place in places]
+def _numbers(
+    singles: Sequence[PrefillRow], num_rows: int, work: Sequence[Sequence[int]], num_items: int, spare_slot: int = 0
+) -> array[int]:
+    """Tokens, slots and positions of `num_rows` rows of one query; then `num_items` of work, the last of them empty."""
+    spare = (0, spare_slot, -1)  # no context: no program computes such a row
+    rows = [(row.first_token, row.slot, row.start) for row in singles] + [spare] * (num_rows - len(singles))
+    numbers = array("i", chain(*zip(*rows, strict=True), *work))
+    numbers.extend([0] * (WORK_COLUMNS * (num_items - len(work))))
+    return numbers

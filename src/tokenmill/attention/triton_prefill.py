@@ -249,26 +249,7 @@ def _gather(pool: Tensor, pages: Tensor, page_size: int, context: int, size: int
 def _dense(
     query: Tensor, key: Tensor, value: Tensor, scale: float, *, is_causal: bool, needs_sums: bool
 ) -> tuple[Tensor, Tensor]:
-    """Attention of [1, heads, queries, head_dim], and its softmax sums' natural logarithms [heads, queries] float32."""
-    if not query.is_cuda:
-        return dense_attention(query, key, value, scale, is_causal=is_causal)
+    """By cuDNN: attention of [1, heads, queries, head_dim], and its softmax sums' logarithms [heads, queries] float32."""
     attend = torch.ops.aten._scaled_dot_product_cudnn_attention
     mixed, log_sums, *_ = attend(query, key, value, None, needs_sums, 0.0, is_causal, False, scale=scale)
     return mixed, log_sums.view(query.shape[1:3]) if needs_sums else log_sums
-
-
-def dense_attention(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, *, is_causal: bool
-) -> tuple[Tensor, Tensor]:
-    """The plain twin of cuDNN's attention: results and natural logarithms of the softmax sums.
-
-    Args:
-        query: [1, heads, queries, head_dim].
-        key, value: [1, kv_heads, positions, head_dim].
-    """
-    group = query.shape[1] // key.shape[1]
-    key, value = (x.float().repeat_interleave(group, 1) for x in (key, value))
-    scores = query.float() @ key.transpose(2, 3) * scale  # [1, heads, queries, positions]
-    if is_causal:
-        scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
-    return (scores.softmax(3) @ value).to(query.dtype), scores.logsumexp(3)[0]
