@@ -106,8 +106,8 @@ def test_a_small_pool_limits_the_length_of_a_request():
         ({"max_model_len": 1}, "--max-model-len must be at least 2"),
         ({"max_model_len": 2049}, "--max-model-len 2049 is over the model's context of 2048"),
         ({"max_model_len": 65, "num_pages": 4, "page_size": 16}, "--max-model-len 65 does not fit the K/V pool of 64"),
-        ({"threads": 0}, "--threads must be at least 1"),
-        ({"threads": 10**6}, "--threads must be at most 1024"),
+        ({"threads": 0}, "--threads must be from 1 to 1024"),
+        ({"threads": 10**6}, "--threads must be from 1 to 1024"),
     ],
 )
 def test_what_cannot_work_is_refused_by_its_flag(values, flags):

@@ -5,6 +5,7 @@ Flags are made from these fields (see ``cli``): a field's docstring is its help 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -169,15 +170,14 @@ def resolve(raw: RunConfig, hardware: HardwareInfo, spec: ModelSpec) -> Resolved
     max_running = defaults.max_running if scheduler.max_running is None else scheduler.max_running
     prefill_budget = defaults.prefill_budget if scheduler.prefill_budget is None else scheduler.prefill_budget
     share_of_memory = defaults.memory_fraction if engine.memory_fraction is None else engine.memory_fraction
-    _within("--page-size", engine.page_size, 1)
-    _within("--max-running", max_running, 1)
-    _within("--prefill-budget", prefill_budget, 1)
-    _within("--graph-max-batch", engine.graph_max_batch, 0, 4096)
-    _within("--max-waiting", scheduler.max_waiting, 1)
-    _within("--threads", hardware.num_threads if engine.threads is None else engine.threads, 1, MAX_THREADS)
-    for flag, share in (("--memory-fraction", share_of_memory), ("--reserve-ratio", scheduler.reserve_ratio)):
-        if not 0 <= share <= 1:
-            raise ConfigError(f"{flag} must be from 0 to 1, not {share}")
+    check_range("--page-size", engine.page_size, 1)
+    check_range("--max-running", max_running, 1)
+    check_range("--prefill-budget", prefill_budget, 1)
+    check_range("--graph-max-batch", engine.graph_max_batch, 0, 4096)
+    check_range("--max-waiting", scheduler.max_waiting, 1)
+    check_range("--threads", hardware.num_threads if engine.threads is None else engine.threads, 1, MAX_THREADS)
+    check_range("--memory-fraction", share_of_memory, 0, 1)
+    check_range("--reserve-ratio", scheduler.reserve_ratio, 0, 1)
     dtype = resolve_dtype(raw, hardware)
     num_pages = _num_pages(engine, share_of_memory, hardware, spec, dtype)
     config = ResolvedConfig(
@@ -228,7 +228,7 @@ def _num_pages(engine: EngineConfig, share: float, hardware: HardwareInfo, spec:
                 f"no K/V page of {engine.page_size} tokens fits {limit}: "
                 "free some memory, raise --memory-fraction, lower --page-size, or set --num-pages"
             )
-    _within("--num-pages", num_pages, 1)
+    check_range("--num-pages", num_pages, 1)
     if num_pages * engine.page_size < 2:
         raise ConfigError("--num-pages 1 with --page-size 1 holds one token; prompt and output need at least two")
     return num_pages
@@ -238,7 +238,7 @@ def _max_model_len(wanted: int | None, pool_tokens: int, spec: ModelSpec) -> int
     """What was asked for, or the most that context and K/V pool hold."""
     if wanted is None:
         return min(spec.max_position, pool_tokens)
-    _within("--max-model-len", wanted, 2)
+    check_range("--max-model-len", wanted, 2)
     if wanted > spec.max_position:
         raise ConfigError(f"--max-model-len {wanted} is over the model's context of {spec.max_position} tokens")
     if wanted > pool_tokens:
@@ -249,8 +249,8 @@ def _max_model_len(wanted: int | None, pool_tokens: int, spec: ModelSpec) -> int
     return wanted
 
 
-def _within(flag: str, value: int, least: int, most: int | None = None) -> None:
-    if value < least:
-        raise ConfigError(f"{flag} must be at least {least}, not {value}")
-    if most is not None and value > most:
-        raise ConfigError(f"{flag} must be at most {most}, not {value}")
+def check_range(flag: str, value: float, least: float, most: float = math.inf) -> None:
+    """Raises ConfigError when `value` is not from `least` to `most`."""
+    if not least <= value <= most:
+        span = f"at least {least}" if most == math.inf else f"from {least} to {most}"
+        raise ConfigError(f"{flag} must be {span}, not {value}")

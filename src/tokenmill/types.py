@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import secrets
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 
 import msgspec
 
@@ -54,8 +54,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         skip_special_tokens: leave special tokens out of the text.
         logit_bias: added to the logits of these ids, -100 to 100.
 
-    Raises:
-        InvalidRequest: a value is out of range; `param` names it.
+    Raises InvalidRequest when a value is out of range; `param` names it.
     """
 
     max_tokens: int | None = None
@@ -77,10 +76,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if self.max_tokens is not None:
             _whole("max_tokens", self.max_tokens, 1, MAX_INT32)
         _whole("min_tokens", self.min_tokens, 0, MAX_INT32)
-        _number("temperature", self.temperature, 0.0, 100.0)
+        _number("temperature", self.temperature, 0, 100)
         _whole("top_k", self.top_k, -1, MAX_INT32)
-        _number("top_p", self.top_p, 0.0, 1.0)
-        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("top_p", self.top_p, 0, 1)
+        _number("min_p", self.min_p, 0, 1)
         _whole("n", self.n, 1, MAX_CHOICES)
         if self.seed is not None:
             _whole("seed", self.seed, -(2**63), 2**64 - 1)
@@ -113,37 +112,37 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def _check_stops(self) -> None:
         if not isinstance(self.stop, str | list | tuple):
             raise InvalidRequest("stop must be a string or a list of strings", "stop")
-        if len(self.stop_strings) > MAX_STOP_STRINGS:
-            raise InvalidRequest(f"stop holds at most {MAX_STOP_STRINGS} strings", "stop")
         if not all(isinstance(text, str) and text for text in self.stop_strings):
             raise InvalidRequest("stop must hold non-empty strings only", "stop")
+        _at_most("stop", self.stop_strings, MAX_STOP_STRINGS, "strings")
         if isinstance(self.stop_token_ids, str | bytes) or not isinstance(self.stop_token_ids, Sequence):
             raise InvalidRequest("stop_token_ids must be a list of token ids", "stop_token_ids")
-        if len(self.stop_token_ids) > MAX_STOP_IDS:
-            raise InvalidRequest(f"stop_token_ids holds at most {MAX_STOP_IDS} ids", "stop_token_ids")
+        _at_most("stop_token_ids", self.stop_token_ids, MAX_STOP_IDS, "ids")
         for token in self.stop_token_ids:
             _whole("stop_token_ids", token, 0, MAX_INT32)
 
     def _check_bias(self) -> None:
         if not isinstance(self.logit_bias, dict):
             raise InvalidRequest("logit_bias must map token ids to numbers", "logit_bias")
-        if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise InvalidRequest(f"logit_bias holds at most {MAX_LOGIT_BIAS} ids", "logit_bias")
+        _at_most("logit_bias", self.logit_bias, MAX_LOGIT_BIAS, "ids")
         for token, bias in self.logit_bias.items():
             _whole("logit_bias", token, 0, MAX_INT32)
-            _number("logit_bias", bias, -100.0, 100.0)
+            _number("logit_bias", bias, -100, 100)
 
 
-def _whole(name: str, value: object, least: int, most: int | None = None) -> None:
+def _at_most(name: str, values: Sized, most: int, what: str) -> None:
+    if len(values) > most:
+        raise InvalidRequest(f"{name} holds at most {most} {what}", name)
+
+
+def _whole(name: str, value: object, least: int, most: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         raise InvalidRequest(f"{name} must be a whole number, not {value!r}", name)
-    if value < least or (most is not None and value > most):
-        span = f"at least {least}" if most is None else f"from {least} to {most}"
-        raise InvalidRequest(f"{name} must be {span}, not {value}", name)
+    _number(name, value, least, most)
 
 
 def _number(name: str, value: object, least: float, most: float) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise InvalidRequest(f"{name} must be a number, not {value!r}", name)
     if not least <= value <= most:
-        raise InvalidRequest(f"{name} must be from {least:g} to {most:g}, not {value}", name)
+        raise InvalidRequest(f"{name} must be from {least} to {most}, not {value}", name)

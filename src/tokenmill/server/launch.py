@@ -7,7 +7,6 @@ import contextlib
 import errno
 import importlib
 import os
-import shutil
 import signal
 import socket
 import tempfile
@@ -20,7 +19,7 @@ from types import FrameType
 import uvloop
 
 from tokenmill import log
-from tokenmill.config import RunConfig, ServerConfig
+from tokenmill.config import RunConfig, ServerConfig, check_range
 from tokenmill.errors import ConfigError
 from tokenmill.hub import resolve_model
 from tokenmill.procs import ProcessPlan, Supervisor
@@ -58,7 +57,11 @@ def serve(run: RunConfig, server: ServerConfig, planner: Planner = plan_processe
         KeyboardInterrupt: a signal came before the server was ready.
     """
     began = time.monotonic()
-    _check(server)
+    check_range("--port", server.port, 0, 65535)
+    check_range("--tokenizers", server.tokenizers, 1, 64)
+    check_range("--max-body-bytes", server.max_body_bytes, 1, 2**40)
+    check_range("--start-timeout", server.start_timeout, 0.1, 10**6)
+    check_range("--shutdown-grace", server.shutdown_grace, 0, 10**6)
     log.configure("server", server.log_level)
     with bind(server.host, server.port) as listener, _terminate_as_interrupt(), private_directory() as directory:
         model = resolve_model(run.model.model, needs_weights=not run.model.random_weights)
@@ -105,15 +108,12 @@ def private_directory() -> Iterator[Path]:
     if len(os.path.join(parent, "tokenmill-12345678", LONGEST_PIPE)) > MAX_SOCKET_PATH:
         parent = "/tmp"
     try:
-        directory = Path(tempfile.mkdtemp(prefix="tokenmill-", dir=parent))
+        directory = tempfile.TemporaryDirectory(prefix="tokenmill-", dir=parent, ignore_cleanup_errors=True)
     except OSError as error:
-        raise ConfigError(
-            f"cannot make a directory in {parent}: {error.strerror}: set TMPDIR to a short path"
-        ) from None
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        advice = "set TMPDIR to a short path"
+        raise ConfigError(f"cannot make a directory in {parent}: {error.strerror}: {advice}") from None
+    with directory as path:
+        yield Path(path)
 
 
 @contextlib.contextmanager
@@ -127,15 +127,3 @@ def _terminate_as_interrupt() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _check(server: ServerConfig) -> None:
-    for flag, value, least, most in (
-        ("--port", server.port, 0, 65535),
-        ("--tokenizers", server.tokenizers, 1, 64),
-        ("--max-body-bytes", server.max_body_bytes, 1, 2**40),
-        ("--start-timeout", server.start_timeout, 0.1, 1e6),
-        ("--shutdown-grace", server.shutdown_grace, 0, 1e6),
-    ):
-        if not least <= value <= most:
-            raise ConfigError(f"{flag} must be from {least:g} to {most:g}, not {value:g}")
