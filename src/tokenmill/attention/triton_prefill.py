@@ -249,7 +249,7 @@ def _gather(pool: Tensor, pages: Tensor, page_size: int, context: int, size: int
 def _dense(
     query: Tensor, key: Tensor, value: Tensor, scale: float, *, is_causal: bool, needs_sums: bool
 ) -> tuple[Tensor, Tensor]:
-    """By cuDNN: attention of [1, heads, queries, head_dim], and its softmax sums' logarithms [heads, queries] float32."""
+    """By cuDNN: attention of [1, heads, queries, head_dim]; its softmax sums' logarithms, [heads, queries] float32."""
     attend = torch.ops.aten._scaled_dot_product_cudnn_attention
     mixed, log_sums, *_ = attend(query, key, value, None, needs_sums, 0.0, is_causal, False, scale=scale)
     return mixed, log_sums.view(query.shape[1:3]) if needs_sums else log_sums
