@@ -121,13 +121,13 @@ def test_planned_numbers_lead_to_the_right_tokens(
     case = Paged(rows, page=page)
     backend = backend_of(case)
     metadata = backend.plan(case.layout, case.table, case.page)
-    assert isinstance(metadata.wrapper, FakeDecode if all(length == 1 for _, length in rows) else FakePrefill)
+    assert isinstance(metadata, FakeDecode if all(length == 1 for _, length in rows) else FakePrefill)
     case.check(backend.run(case.query, case.kv, 1, metadata))
 
 
 def test_what_is_planned_for_a_mixed_step(wrappers: list[FakeWrapper]) -> None:
     case = Paged([(8, 1), (0, 4), (6, 3)], page=4)
-    planned = backend_of(case).plan(case.layout, case.table, case.page).wrapper.planned
+    planned = backend_of(case).plan(case.layout, case.table, case.page).planned
     table = case.table.tolist()
     first, second, third = case.layout.slots
     assert planned.tokens == [0, 1, 5, 8]

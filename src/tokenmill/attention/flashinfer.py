@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate, cycle
 from typing import Any
 
@@ -16,13 +15,6 @@ from tokenmill.errors import ConfigError
 WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends
 TENSOR_CORES_FROM = 4  # query heads for a K/V head; its other decode kernels take groups of 1, 2, 3, 4 and 8
 DECODE, PREFILL = 1, 2  # lengths of rows that are computed by one and the other kernel
-
-
-@dataclass(frozen=True, slots=True)
-class FlashInferMetadata:
-    """A wrapper that has planned the step."""
-
-    wrapper: Any
 
 
 class FlashInferAttention:
@@ -72,8 +64,8 @@ class FlashInferAttention:
         except (ImportError, OSError, RuntimeError) as error:
             raise ConfigError(f"--attention flashinfer cannot load or compile its kernels: {error}") from error
 
-    def plan(self, layout: RowLayout, page_table: Tensor, page_size: int) -> FlashInferMetadata:
-        """See `AttentionBackend.plan`. Copies to the device, and no wait for them."""
+    def plan(self, layout: RowLayout, page_table: Tensor, page_size: int) -> Any:
+        """See `AttentionBackend.plan`: the wrapper that has planned the step. Copies, and no wait for them."""
         contexts = [start + length for start, length in zip(layout.starts, layout.lengths, strict=True)]
         numbers = [
             [0, *accumulate(layout.lengths)],
@@ -94,14 +86,14 @@ class FlashInferAttention:
         else:
             wrapper = next(self._prefill)
             wrapper.plan(tokens, *rows, causal=True, **self._options)
-        return FlashInferMetadata(wrapper)
+        return wrapper
 
-    def run(self, query: Tensor, kv: KVCache, layer: int, metadata: FlashInferMetadata) -> Tensor:
+    def run(self, query: Tensor, kv: KVCache, layer: int, metadata: Any) -> Tensor:
         """See `AttentionBackend.run`."""
         paged = tuple(pool[layer].view(-1, kv.page_size, *pool.shape[2:]) for pool in (kv.keys, kv.values))
         out = query.new_empty(query.shape)  # [tokens, heads, head_dim]
         # Without programmatic dependent launch: FlashInfer does not keep the rules that the kernels around it need.
-        metadata.wrapper.run(query, paged, out=out, enable_pdl=False)
+        metadata.run(query, paged, out=out, enable_pdl=False)
         return out
 
 
