@@ -111,6 +111,19 @@ def test_half_precision(backend: str, rows: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rows", LAYOUTS.values(), ids=LAYOUTS)
+def test_padding_may_follow_the_rows(backend: str, rows: list[tuple[int, int]]) -> None:
+    case = Case(rows)
+    tokens, its = len(case.query), make_backend(backend, case.spec)
+    case.run(backend)
+    padded = torch.cat((case.query, torch.ones(5, *case.query.shape[1:])))
+    metadata = its.plan(case.layout, case.page_table, case.kv.page_size)
+    result = its.run(padded, case.kv, 1, metadata)
+    assert result.shape == padded.shape
+    torch.testing.assert_close(result[:tokens], case.expected(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_writes_only_its_rows_slots_of_its_layer(backend: str) -> None:
     case = Case(LAYOUTS["mixed"])
     case.run(backend)

@@ -53,7 +53,7 @@ class AttentionBackend(Protocol):
         """Attend to the K/V of the rows' tokens, which are stored already.
 
         Args:
-            query: [tokens, heads, head_dim], rope applied.
+            query: [tokens, heads, head_dim], rope applied; padding may follow the rows' tokens.
             kv: the K/V cache.
             layer: number of the layer.
             metadata: what `plan` made for this step.

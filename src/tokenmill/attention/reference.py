@@ -86,9 +86,13 @@ class ReferenceAttention:
         """See `AttentionBackend.run`."""
         keys, values = kv.keys[layer], kv.values[layer]  # [kv slots, kv_heads, head_dim]
         if metadata.order is None:
-            return self._attend(query, keys, values, metadata.groups[0])
-        parts = [self._attend(query.index_select(0, group.tokens), keys, values, group) for group in metadata.groups]
-        return torch.cat(parts).index_select(0, metadata.order)
+            group = metadata.groups[0]
+            mixed = self._attend(query[: len(group.tokens)], keys, values, group)
+        else:
+            parts = [self._attend(query.index_select(0, it.tokens), keys, values, it) for it in metadata.groups]
+            mixed = torch.cat(parts).index_select(0, metadata.order)
+        padding = len(query) - len(mixed)
+        return F.pad(mixed, (0, 0, 0, 0, 0, padding)) if padding else mixed
 
     def _attend(self, query: Tensor, keys: Tensor, values: Tensor, group: PieceGroup) -> Tensor:
         heads, kv_heads, dim = query.shape[1], keys.shape[1], keys.shape[2]
