@@ -155,7 +155,7 @@ def test_failing_ends_open_requests_and_refuses_new_ones() -> None:
         error = WorkerDied("the scheduler-0 process has ended")
         with pipes.client.open(["x"], SamplingParams(), echo=False) as generation:
             waiting = asyncio.create_task(generation.accepted())
-            idle = asyncio.create_task(pipes.client.idle())
+            idle = asyncio.create_task(pipes.client.idle.wait())
             await asyncio.sleep(0)
             pipes.client.fail(error)
             with pytest.raises(WorkerDied):

@@ -56,12 +56,6 @@ class _Route:
     has_arrived: bool = False
 
 
-@dataclass(slots=True, frozen=True)
-class _Job:
-    worker: int
-    generation: Generation
-
-
 class Generation:
     """The answers to one HTTP request: choice index = prompt number * n + choice.
 
@@ -69,21 +63,17 @@ class Generation:
     """
 
     def __init__(self, num_prompts: int, n: int) -> None:
+        self.num_choices = num_prompts * n
         self._n = n
         self._wake = asyncio.Event()
         self._pending: dict[int, wire.TextDelta] = {}
         self._error: TokenmillError | None = None
-        self._not_accepted = set(range(num_prompts * n))
-        self._not_finished = set(range(num_prompts * n))
+        self._not_accepted = set(range(self.num_choices))
+        self._not_finished = set(range(self.num_choices))
         self._not_tokenized = num_prompts
         self._prompt_tokens = 0
-        self._cached = [0] * (num_prompts * n)
-        self._completion = [0] * (num_prompts * n)
-
-    @property
-    def num_choices(self) -> int:
-        """Answers in all."""
-        return len(self._completion)
+        self._cached = [0] * self.num_choices
+        self._completion = [0] * self.num_choices
 
     @property
     def usage(self) -> Usage:
@@ -91,11 +81,7 @@ class Generation:
         return Usage(self._prompt_tokens, sum(self._completion), sum(self._cached[:: self._n]))
 
     async def accepted(self) -> None:
-        """Wait until every choice is in the scheduler's queue, or further.
-
-        Raises:
-            TokenmillError: refused, failed, or the client left.
-        """
+        """Wait until every choice is in the scheduler's queue, or further; raises the TokenmillError that ended one."""
         while self._error is None and (self._not_tokenized or self._not_accepted):
             await self._wait()
         if self._error is not None:
@@ -104,8 +90,7 @@ class Generation:
     async def deltas(self) -> AsyncIterator[list[tuple[int, wire.TextDelta]]]:
         """What is new, as (choice index, delta), until every choice has ended.
 
-        Raises:
-            TokenmillError: a choice failed, or the client left; text from before comes first.
+        Raises TokenmillError when a choice failed, or the client left; text from before comes first.
         """
         while True:
             if self._pending:
@@ -156,26 +141,21 @@ def _merge(first: wire.TextDelta, second: wire.TextDelta) -> wire.TextDelta:
 
 
 class EngineClient:
-    """Sends jobs to tokenizers and aborts to the scheduler; delivers what comes back."""
+    """Sends jobs to tokenizers and aborts to the scheduler; delivers what comes back. `idle`: no request is open."""
 
     def __init__(self, tokenizers: Sequence[Sender[wire.ToTokenizer]], scheduler: Sender[wire.ToScheduler]) -> None:
         self._tokenizers = tokenizers
         self._scheduler = scheduler
         self._routes: dict[int, _Route] = {}
-        self._jobs: dict[int, _Job] = {}  # by the job's first uid, until the tokenizer answers
+        self._jobs: dict[int, tuple[int, Generation]] = {}  # worker; by first uid, until the tokenizer answers
         self._load = [0] * len(tokenizers)
         self._generations: dict[Generation, list[int]] = {}
         self._probes: dict[int, asyncio.Future[wire.Pulse]] = {}
         self._uids = itertools.count(1)
         self._serials = itertools.count(1)
         self._failure: TokenmillError | None = None
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    @property
-    def open_generations(self) -> int:
-        """Requests that are not closed."""
-        return len(self._generations)
+        self.idle = asyncio.Event()
+        self.idle.set()
 
     @property
     def open_entries(self) -> int:
@@ -186,14 +166,13 @@ class EngineClient:
     def open(self, prompts: Sequence[Prompt], params: SamplingParams, *, echo: bool) -> Iterator[Generation]:
         """Start a request; on leaving, what has not ended is aborted and all bookkeeping freed.
 
-        Raises:
-            TokenmillError: the server is ending.
+        Raises TokenmillError when the server is ending.
         """
         if self._failure is not None:
             raise self._failure
         generation = Generation(len(prompts), params.n)
         self._generations[generation] = []
-        self._idle.clear()
+        self.idle.clear()
         try:
             for number, prompt in enumerate(prompts):
                 self._send_job(generation, number, prompt, params, echo)
@@ -208,8 +187,8 @@ class EngineClient:
                 for delta in deltas:
                     self._add(delta)
             case wire.Tokenized(uids, prompt_tokens):
-                if job := self._job_done(uids):
-                    job.generation.tokenized(prompt_tokens)
+                if generation := self._job_done(uids):
+                    generation.tokenized(prompt_tokens)
             case wire.Refused(uids, error):
                 self._job_done(uids)
                 for route in filter(None, [self._routes.pop(uid, None) for uid in uids]):
@@ -227,9 +206,7 @@ class EngineClient:
     async def probe(self, timeout: float) -> wire.Pulse:
         """Ask the scheduler for a sign of life.
 
-        Raises:
-            TimeoutError: none within `timeout` seconds.
-            TokenmillError: the server is ending.
+        Raises TimeoutError when none comes within `timeout` seconds, TokenmillError when the server is ending.
         """
         if self._failure is not None:
             raise self._failure
@@ -250,15 +227,6 @@ class EngineClient:
             if not waiter.done():
                 waiter.set_exception(error)
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no request is open."""
-        return self._idle.is_set()
-
-    async def idle(self) -> None:
-        """Wait until no request is open."""
-        await self._idle.wait()
-
     def _send_job(
         self, generation: Generation, number: int, prompt: Prompt, params: SamplingParams, echo: bool
     ) -> None:
@@ -275,16 +243,16 @@ class EngineClient:
             )
         )
         self._load[worker] += 1
-        self._jobs[uids[0]] = _Job(worker, generation)
+        self._jobs[uids[0]] = worker, generation
         for choice, uid in enumerate(uids):
             self._routes[uid] = _Route(generation, number * params.n + choice, worker)
         self._generations[generation] += uids
 
-    def _job_done(self, uids: list[int]) -> _Job | None:
-        job = self._jobs.pop(uids[0], None)
-        if job is not None:
-            self._load[job.worker] -= 1
-        return job
+    def _job_done(self, uids: list[int]) -> Generation | None:
+        worker, generation = self._jobs.pop(uids[0], (0, None))
+        if generation is not None:
+            self._load[worker] -= 1
+        return generation
 
     def _add(self, delta: wire.TextDelta) -> None:
         route = self._routes.get(delta.uid)
@@ -307,4 +275,4 @@ class EngineClient:
         for worker, uids in behind.items():
             self._tokenizers[worker].send(wire.Abort(uids))
         if not self._generations:
-            self._idle.set()
+            self.idle.set()

@@ -26,7 +26,7 @@ from tokenmill.server.app import create_app
 from tokenmill.server.client import EngineClient, Inbox
 from tokenmill.server.routes import AppSettings
 from tokenmill.wire.channel import PushChannel, address
-from tokenmill.wire.messages import Limits, ToScheduler, ToTokenizer
+from tokenmill.wire.messages import Limits
 
 FAREWELL = 2.0  # seconds for last events to reach the clients
 KEEP_ALIVE = 60
@@ -63,25 +63,16 @@ class Running:
 
     async def run(self, supervisor: Supervisor) -> int:
         """Serve; returns the exit code."""
-        inbox = Inbox(self.directory)
-        context: zmq.Context[Any] = zmq.Context()
-        tokenizers = [
-            PushChannel[ToTokenizer](context, address(self.directory, f"tokenizer-{index}"))
-            for index in range(self.server.tokenizers)
-        ]
-        scheduler = PushChannel[ToScheduler](context, address(self.directory, "scheduler"))
-        limits = self._limits()
-        for tokenizer in tokenizers:
-            tokenizer.send(limits)
-        client = EngineClient(tokenizers, scheduler)
-        try:
-            return await self._supervise(client, inbox, supervisor)
-        finally:
+        names = ("scheduler", *(f"tokenizer-{index}" for index in range(self.server.tokenizers)))
+        with contextlib.ExitStack() as stack:
+            inbox = stack.enter_context(contextlib.closing(Inbox(self.directory)))
+            context = stack.enter_context(zmq.Context())
+            pipes = [PushChannel[Any](context, address(self.directory, name)) for name in names]
+            scheduler, *tokenizers = [stack.enter_context(contextlib.closing(pipe)) for pipe in pipes]
+            info = self.ready["scheduler-0"].info
             for tokenizer in tokenizers:
-                tokenizer.close()
-            scheduler.close()
-            context.term()
-            inbox.close()
+                tokenizer.send(Limits(max_model_len=info["max_model_len"], vocab_size=info["vocab_size"]))
+            return await self._supervise(EngineClient(tokenizers, scheduler), inbox, supervisor)
 
     async def _supervise(self, client: EngineClient, inbox: Inbox, supervisor: Supervisor) -> int:
         http = _HttpServer(self._http_config(client), self._say_ready)
@@ -97,10 +88,10 @@ class Running:
             http.should_exit = True
             farewell: TokenmillError = Overloaded("the server is shutting down")
             if stopping.done() and not death.done():
-                if not client.is_idle:
+                if not client.idle.is_set():
                     grace = self.server.shutdown_grace
                     logger.info("stopping; running requests get %g s, another Ctrl-C ends them", grace)
-                draining = asyncio.create_task(client.idle())
+                draining = asyncio.create_task(client.idle.wait())
                 tasks.add(draining)
                 await asyncio.wait(
                     {draining, death, insisting},
@@ -118,10 +109,6 @@ class Running:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _limits(self) -> Limits:
-        info = self.ready["scheduler-0"].info
-        return Limits(max_model_len=info["max_model_len"], vocab_size=info["vocab_size"])
 
     def _http_config(self, client: EngineClient) -> uvicorn.Config:
         settings = AppSettings(
