@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,16 +23,15 @@ def _silu_and_mul_kernel(x, out, dim, x_stride, BLOCK: tl.constexpr, PDL: tl.con
     tl.store(out + row * dim + columns, gated.to(out.dtype.element_ty), mask=is_column)
 
 
-def silu_and_mul(x: Tensor, out: Tensor | None = None, *, pdl: bool = False) -> Tensor:
+def silu_and_mul(x: Tensor, *, pdl: bool = False) -> Tensor:
     """silu(gate) * up (Shazeer 2020).
 
     Args:
         x: [tokens, 2 * dim] = (gate, up), rows contiguous.
-        out: where the result goes, [tokens, dim]; made if None.
         pdl: see `launch`.
     """
     tokens, dim = x.shape[0], x.shape[1] // 2
-    out = torch.empty((tokens, dim), dtype=x.dtype, device=x.device) if out is None else out
+    out = x.new_empty((tokens, dim))
     if tokens:
         block = min(BLOCK, triton.next_power_of_2(dim))
         _silu_and_mul_kernel[(tokens, triton.cdiv(dim, block))](

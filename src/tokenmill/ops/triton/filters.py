@@ -60,16 +60,9 @@ def _filters_of(columns, slot, VOCAB: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def _count_kernel(
-    logits,
-    slots,
-    columns,
-    scratch,
-    stride,
-    VOCAB: tl.constexpr,
-    ROOM: tl.constexpr,
-    IS_FIRST: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    logits, slots, columns, scratch, stride,
+    VOCAB: tl.constexpr, ROOM: tl.constexpr, IS_FIRST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     start_and_wait(PDL)
     columns, scratch = SamplingColumns(*columns), SamplingScratch(*scratch)
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)

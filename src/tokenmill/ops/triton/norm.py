@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,32 +23,23 @@ def _rms_norm_kernel(x, weight, normed, eps, x_stride, DIM: tl.constexpr, BLOCK:
     tl.store(normed + row * DIM + columns, (value * scale * factor).to(normed.dtype.element_ty), mask=is_column)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, normed: Tensor | None = None, *, pdl: bool = False) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: bool = False) -> Tensor:
     """Divide each row by its root mean square and multiply by the weight (Zhang and Sennrich 2019).
 
     Args:
         x: [tokens, dim], rows contiguous, dim <= 16384.
         weight: [dim].
         eps: added to the mean square.
-        normed: where the result goes, [tokens, dim]; made if None.
         pdl: see `launch`.
     """
-    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device) if normed is None else normed
     tokens, dim = x.shape
     if dim > MAX_DIM:
         raise ValueError(f"rows of {dim} are too long to normalise; the longest are {MAX_DIM}")
+    normed = x.new_empty((tokens, dim))
     if tokens:
         block = triton.next_power_of_2(dim)
         _rms_norm_kernel[(tokens,)](
-            x,
-            weight,
-            normed,
-            eps,
-            x.stride(0),
-            DIM=dim,
-            BLOCK=block,
-            PDL=pdl,
-            num_warps=min(max(block // 256, 1), 16),
-            **pdl_options(pdl),
-        )
+            x, weight, normed, eps, x.stride(0), DIM=dim, BLOCK=block, PDL=pdl,
+            num_warps=min(max(block // 256, 1), 16), **pdl_options(pdl),
+        )  # fmt: skip
     return normed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,25 +15,10 @@ HEADS_A_PROGRAM = 8
 
 @triton.jit
 def _prepare_qkv_kernel(
-    qkv,
-    cos,
-    sin,
-    kv_slots,
-    query_weight,
-    key_weight,
-    query_out,
-    keys,
-    values,
-    eps,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    qkv, cos, sin, kv_slots, query_weight, key_weight, query_out, keys, values, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]  # [BLOCK_HEADS, 1]
     column = tl.arange(0, BLOCK_DIM)[None, :]  # [1, BLOCK_DIM]
@@ -79,16 +63,9 @@ def rotation_of(cos, sin, token, column, ROTARY_DIM: tl.constexpr):
 
 @triton.jit
 def prepared(
-    raw,
-    other,
-    own_factor,
-    partner_factor,
-    own_weight,
-    partner_weight,
-    eps,
-    HEAD_DIM: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-):
+    raw, other, own_factor, partner_factor, own_weight, partner_weight, eps,
+    HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr,
+):  # fmt: skip
     """Heads [heads, dim] normalised and turned, in float32; `other` are the columns that they are turned with."""
     own, other = raw.to(tl.float32), other.to(tl.float32)
     if HAS_NORM:
@@ -112,7 +89,6 @@ def prepare_qkv(
     keys: Tensor,
     values: Tensor,
     kv_slots: Tensor,
-    query: Tensor | None = None,
     *,
     pdl: bool = False,
 ) -> Tensor:
@@ -127,7 +103,6 @@ def prepare_qkv(
         norms: weights of the normalisation, or None.
         keys, values: [kv slots, kv_heads, head_dim], one layer's; written to.
         kv_slots: [tokens], any integer type.
-        query: where the queries go, [tokens, heads, head_dim]; made if None.
         pdl: see `launch`.
 
     Returns:
@@ -136,31 +111,15 @@ def prepare_qkv(
     tokens, all_heads, head_dim = qkv.shape
     kv_heads = keys.shape[1]
     heads = all_heads - 2 * kv_heads
-    if query is None:
-        query = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    query = qkv.new_empty((tokens, heads, head_dim))
     if not tokens:
         return query
     block_heads = 1 if tokens <= FEW_TOKENS else HEADS_A_PROGRAM
+    query_weight, key_weight, eps = (qkv, qkv, 0.0) if norms is None else (norms.query, norms.key, norms.eps)
     _prepare_qkv_kernel[(tokens, triton.cdiv(all_heads, block_heads))](
-        qkv,
-        rotation.cos,
-        rotation.sin,
-        kv_slots,
-        qkv if norms is None else norms.query,
-        qkv if norms is None else norms.key,
-        query,
-        keys,
-        values,
-        0.0 if norms is None else norms.eps,
-        HEADS=heads,
-        KV_HEADS=kv_heads,
-        HEAD_DIM=head_dim,
-        ROTARY_DIM=rotation.cos.shape[-1],
-        BLOCK_HEADS=block_heads,
-        BLOCK_DIM=triton.next_power_of_2(head_dim),
-        HAS_NORM=norms is not None,
-        PDL=pdl,
-        num_warps=1 if block_heads == 1 else 4,
-        **pdl_options(pdl),
-    )
+        qkv, rotation.cos, rotation.sin, kv_slots, query_weight, key_weight, query, keys, values, eps,
+        HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, ROTARY_DIM=rotation.cos.shape[-1],
+        BLOCK_HEADS=block_heads, BLOCK_DIM=triton.next_power_of_2(head_dim), HAS_NORM=norms is not None, PDL=pdl,
+        num_warps=1 if block_heads == 1 else 4, **pdl_options(pdl),
+    )  # fmt: skip
     return query
