@@ -28,7 +28,7 @@ def llm(tmp_path_factory):
 
 
 def is_idle(llm: LLM) -> bool:
-    return not llm.scheduler.has_work and not llm._deltas and not llm._prompt_tokens
+    return not llm.scheduler.has_work and not llm._requests
 
 
 def test_text_ids_and_lists_give_the_same(llm):
@@ -49,7 +49,7 @@ def test_an_output_tells_when_its_first_token_came(llm):
     began = time.perf_counter()
     first, second = llm.generate(["hello", "other"], GREEDY)
     assert all(began < output.first_token_at < time.perf_counter() for output in (first, second))
-    assert not llm._first_token_at
+    assert is_idle(llm)
 
 
 def test_a_tracer_sees_what_runs_while_it_is_set(llm):

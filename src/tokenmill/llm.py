@@ -8,11 +8,11 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from threading import current_thread, main_thread
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, TypeGuard
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -29,7 +29,7 @@ from tokenmill.text.worker import DetokenizerStage, TokenizerStage, load_templat
 from tokenmill.trace import Tracer
 from tokenmill.types import FinishReason, SamplingParams, Usage
 from tokenmill.wire import messages as wire
-from tokenmill.wire.channel import MemoryChannel
+from tokenmill.wire.channel import MemoryChannel, NullSender
 from tokenmill.worker.core import Core
 from tokenmill.worker.loop import make_loop
 
@@ -63,6 +63,15 @@ class Output:
         return self.choices[0].text
 
 
+@dataclass(slots=True)
+class _Request:
+    """What has come of a request that is not forgotten yet."""
+
+    prompt_tokens: int
+    deltas: deque[wire.TextDelta] = field(default_factory=deque)
+    first_token_at: float | None = None
+
+
 class LLM:
     """A model to generate from in this process. Use it as a context manager, or call `close`.
 
@@ -87,24 +96,19 @@ class LLM:
         self._detokenizer_stage = DetokenizerStage(tokenizer)
         self._to_scheduler: MemoryChannel[wire.ToScheduler] = MemoryChannel()
         self._to_detokenizer: MemoryChannel[wire.ToDetokenizer] = MemoryChannel()
-        self._to_server: MemoryChannel[wire.ToServer] = MemoryChannel()
         self.tokenizer = tokenizer
         self.vocab_size = spec.vocab_size
         self.scheduler = Scheduler(config)
-        core = Core(self.scheduler, self._to_scheduler, self._to_detokenizer, self._to_server)
+        core = Core(self.scheduler, self._to_scheduler, self._to_detokenizer, NullSender())
         self._loop = make_loop(core, self._engine)
         self._uids = count()
-        self._deltas: dict[int, deque[wire.TextDelta]] = {}
-        self._prompt_tokens: dict[int, int] = {}
-        self._first_token_at: dict[int, float] = {}
+        self._requests: dict[int, _Request] = {}
         self._is_open = True
 
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -165,10 +169,11 @@ class LLM:
         if params.n != 1:
             raise InvalidRequest("stream gives one choice; use generate for n > 1", "n")
         (uid,) = self._submit(_job([next(self._uids)], prompt, params, {}))
+        deltas = self._requests[uid].deltas
         try:
             while True:
-                while self._deltas[uid]:
-                    delta = self._deltas[uid].popleft()
+                while deltas:
+                    delta = deltas.popleft()
                     if delta.error is not None:
                         raise _error(delta.error)
                     yield delta
@@ -216,7 +221,7 @@ class LLM:
                     ended = self._turn()
                     for uid in unfinished.intersection(ended):
                         unfinished.remove(uid)
-                        last = self._deltas[uid][-1]
+                        last = self._requests[uid].deltas[-1]
                         if last.error is not None:
                             raise _error(last.error)
                         num_ended += 1
@@ -244,8 +249,7 @@ class LLM:
         if isinstance(answer, wire.Refused):
             raise _error(answer.error)
         for generate in jobs:
-            self._deltas[generate.uid] = deque()
-            self._prompt_tokens[generate.uid] = answer.prompt_tokens
+            self._requests[generate.uid] = _Request(answer.prompt_tokens)
             self._to_scheduler.send(generate)
         return job.uids
 
@@ -260,38 +264,37 @@ class LLM:
                 if aborts:
                     self._to_scheduler.send(wire.Abort(aborts))
                 for delta in batch.deltas if batch else ():
-                    if delta.uid in self._deltas:
-                        self._deltas[delta.uid].append(delta)
-                        if delta.token_ids:
-                            self._first_token_at.setdefault(delta.uid, time.perf_counter())
+                    if request := self._requests.get(delta.uid):
+                        request.deltas.append(delta)
+                        if delta.token_ids and request.first_token_at is None:
+                            request.first_token_at = time.perf_counter()
                         if delta.finish_reason is not None:
                             ended.append(delta.uid)
         return ended
 
     def _output(self, uids: list[int]) -> Output:
-        completions, generated, cached = [], 0, 0
-        for uid in uids:
-            deltas = self._deltas[uid]
-            last = deltas[-1]
+        requests = [self._requests[uid] for uid in uids]
+        completions = []
+        for request in requests:
+            last = request.deltas[-1]
             assert last.finish_reason is not None
-            generated += last.completion_tokens
-            cached = max(cached, last.cached_tokens)
-            ids = wire.unpack_ids(b"".join(delta.token_ids for delta in deltas))
-            text = "".join(delta.text for delta in deltas)
+            ids = wire.unpack_ids(b"".join(delta.token_ids for delta in request.deltas))
+            text = "".join(delta.text for delta in request.deltas)
             completions.append(Completion(text, ids, last.finish_reason, last.stop_reason))
-        first = min((self._first_token_at[uid] for uid in uids if uid in self._first_token_at), default=None)
-        return Output(completions, Usage(self._prompt_tokens[uids[0]], generated, cached), first)
+        generated = sum(request.deltas[-1].completion_tokens for request in requests)
+        cached = max(request.deltas[-1].cached_tokens for request in requests)
+        first = min(
+            (request.first_token_at for request in requests if request.first_token_at is not None), default=None
+        )
+        return Output(completions, Usage(requests[0].prompt_tokens, generated, cached), first)
 
     def _forget(self, uids: list[int]) -> None:
         """Drop what is kept of these requests, ending those that still run."""
-        running = [uid for uid in uids if uid in self._deltas and not any(d.finish_reason for d in self._deltas[uid])]
-        for uid in uids:
-            self._deltas.pop(uid, None)
-            self._prompt_tokens.pop(uid, None)
-            self._first_token_at.pop(uid, None)
+        forgotten = [(uid, request) for uid in uids if (request := self._requests.pop(uid, None))]
+        running = [uid for uid, request in forgotten if not any(delta.finish_reason for delta in request.deltas)]
         if running and self._is_open:
             self._to_scheduler.send(wire.Abort(running))
-            while self.scheduler.has_work and not self._deltas:
+            while self.scheduler.has_work and not self._requests:
                 self._turn()
 
 
@@ -323,7 +326,7 @@ def _whole_steps() -> Iterator[None]:
 def _run_config(model: str | Path | RunConfig, options: Mapping[str, Any]) -> RunConfig:
     """Options by field name, each given to the config that has the field."""
     run = model if isinstance(model, RunConfig) else RunConfig(ModelConfig(str(model)))
-    owners = {field.name: part for part, config in vars(run).items() for field in dataclasses.fields(config)}
+    owners = {option.name: part for part, config in vars(run).items() for option in dataclasses.fields(config)}
     unknown = [name for name in options if name not in owners]
     if unknown:
         raise ConfigError(f"LLM has no option {unknown[0]!r}; known: {', '.join(sorted(owners))}")

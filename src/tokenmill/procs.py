@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import importlib
 import logging
 import multiprocessing
 import os
+import pkgutil
 import signal
 import sys
 import threading
@@ -53,10 +53,9 @@ class Ready:
 
 @dataclass(frozen=True)
 class Failed:
-    """A child's last word. `is_user_error` is true for a TokenmillError: its reason needs no traceback."""
+    """A child's last word."""
 
     reason: str
-    is_user_error: bool
 
 
 @dataclass(frozen=True)
@@ -77,13 +76,10 @@ class Report:
 
     def ready(self, **info: Any) -> None:
         """Tell the parent that this process can work; `info` must be picklable without tokenmill's heavy packages."""
-        self._send(Ready(self._name, os.getpid(), info))
+        self.send(Ready(self._name, os.getpid(), info))
 
-    def failed(self, reason: str, *, is_user_error: bool) -> None:
-        """Tell the parent why this process ends."""
-        self._send(Failed(reason, is_user_error))
-
-    def _send(self, message: Ready | Failed) -> None:
+    def send(self, message: Ready | Failed) -> None:
+        """Tell the parent, unless it has gone."""
         with contextlib.suppress(OSError):
             self._pipe.send(message)
 
@@ -231,22 +227,15 @@ def _run_child(plan: ProcessPlan, pipe: connection.Connection, parent: int) -> N
     log.configure(plan.name, plan.log_level)
     report = Report(plan.name, pipe)
     try:
-        _resolve(plan.target)(plan.settings, report)
+        target = pkgutil.resolve_name(plan.target) if isinstance(plan.target, str) else plan.target
+        target(plan.settings, report)
     except TokenmillError as error:
-        report.failed(error.message, is_user_error=True)
+        report.send(Failed(error.message))
         _exit(USER_ERROR_EXIT)
     except Exception as error:
         logger.exception("ended by an error")
-        report.failed(f"{type(error).__name__}: {error}", is_user_error=False)
+        report.send(Failed(f"{type(error).__name__}: {error}"))
         _exit(1)
-
-
-def _resolve(target: Callable[[Any, Report], None] | str) -> Callable[[Any, Report], None]:
-    if not isinstance(target, str):
-        return target
-    module, _, name = target.partition(":")
-    function: Callable[[Any, Report], None] = getattr(importlib.import_module(module), name)
-    return function
 
 
 def end_with_parent(name: str, parent: int) -> None:

@@ -99,7 +99,7 @@ def chat(
     write = _writer()
     code = 0
     with _end_at_broken_pipe():
-        for line in _edited_lines() if is_terminal else _piped_lines():
+        for line in _edited_lines() if is_terminal else sys.stdin:
             if line.startswith("/"):
                 reply = conversation.command(line.strip())
                 if reply is None:
@@ -183,11 +183,6 @@ def _writer() -> Callable[[str], None]:
 def _note(text: str) -> None:
     dim, plain = ("\x1b[2m", "\x1b[0m") if sys.stderr.isatty() else ("", "")
     print(f"{dim}{text}{plain}", file=sys.stderr, flush=True)
-
-
-def _piped_lines() -> Iterator[str]:
-    for line in sys.stdin:
-        yield line.rstrip("\n")
 
 
 def _edited_lines() -> Iterator[str]:
