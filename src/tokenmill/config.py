@@ -163,8 +163,7 @@ class ResolvedConfig:
 def resolve(raw: RunConfig, hardware: HardwareInfo, spec: ModelSpec) -> ResolvedConfig:
     """Choose every value that was left to tokenmill. Pure: same arguments, same answer.
 
-    Raises:
-        ConfigError: values that cannot work, with what would.
+    Raises ConfigError: values that cannot work, with what would.
     """
     engine, scheduler, defaults = raw.engine, raw.scheduler, DEFAULTS[hardware.device]
     max_running = defaults.max_running if scheduler.max_running is None else scheduler.max_running

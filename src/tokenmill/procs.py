@@ -127,8 +127,7 @@ class Supervisor:
     def start(self, plans: Sequence[ProcessPlan], meanwhile: Callable[[], object] = lambda: None) -> dict[str, Ready]:
         """Spawn all at once, call `meanwhile`, and wait until every one is ready.
 
-        Raises:
-            StartFailed: one failed, died or took longer than the timeout (seconds); all are stopped by then.
+        Raises StartFailed: one failed, died or took longer than the timeout (seconds); all are stopped by then.
         """
         try:
             for plan in plans:

@@ -51,10 +51,8 @@ def plan_processes(run: RunConfig, server: ServerConfig, model: Path, directory:
 def serve(run: RunConfig, server: ServerConfig, planner: Planner = plan_processes) -> int:
     """Serve until a signal (returns 0) or until a process dies (returns 1). For a process's main thread.
 
-    Raises:
-        ConfigError: the address cannot be used, or a value cannot work.
-        StartFailed: a process did not become ready.
-        KeyboardInterrupt: a signal came before the server was ready.
+    Raises ConfigError: the address cannot be used, or a value cannot work; StartFailed: a process did not become ready;
+    KeyboardInterrupt: a signal came before the server was ready.
     """
     began = time.monotonic()
     check_range("--port", server.port, 0, 65535)
@@ -81,8 +79,7 @@ def serve(run: RunConfig, server: ServerConfig, planner: Planner = plan_processe
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket. Early, so that a port in use is known before a model is loaded.
 
-    Raises:
-        ConfigError: the address cannot be used.
+    Raises ConfigError: the address cannot be used.
     """
     try:
         family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -101,8 +98,7 @@ def bind(host: str, port: int) -> socket.socket:
 def private_directory() -> Iterator[Path]:
     """A new directory for this run's sockets that only this user can open; removed on leaving.
 
-    Raises:
-        ConfigError: no place where a socket's path is short enough.
+    Raises ConfigError: no place where a socket's path is short enough.
     """
     parent = tempfile.gettempdir()
     if len(os.path.join(parent, "tokenmill-12345678", LONGEST_PIPE)) > MAX_SOCKET_PATH:

@@ -85,10 +85,8 @@ def make_router(client: EngineClient, settings: AppSettings) -> APIRouter:
 async def read_body(request: Request, limit: int) -> bytes:
     """The whole body.
 
-    Raises:
-        WrongContentType: it is said to be something else than JSON.
-        BodyTooLarge: it is over `limit` bytes.
-        ClientLeft: the connection ended before the body did.
+    Raises WrongContentType: it is said to be something else than JSON; BodyTooLarge: it is over `limit` bytes;
+    ClientLeft: the connection ended before the body did.
     """
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):

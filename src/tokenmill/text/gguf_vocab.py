@@ -29,8 +29,7 @@ TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|>
 def load_gguf_vocabulary(path: Path) -> Vocabulary:
     """Build the tokenizer that a GGUF file describes.
 
-    Raises:
-        ModelUnreadable: no vocabulary in the file, an unknown kind or rule, or lists that do not fit each other.
+    Raises ModelUnreadable: no vocabulary in the file, an unknown kind or rule, or lists that do not fit each other.
     """
     fields, _ = read_header(path)
     tokens = fields.get(f"{PREFIX}tokens")

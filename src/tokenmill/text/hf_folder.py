@@ -20,8 +20,7 @@ SAMPLING_NAMES = ("temperature", "top_k", "top_p", "min_p")
 def load_folder_vocabulary(path: Path) -> Vocabulary:
     """Read tokenizer.json and the small files beside it, of which each may be missing.
 
-    Raises:
-        ModelUnreadable: no tokenizer.json, or a file that is damaged.
+    Raises ModelUnreadable: no tokenizer.json, or a file that is damaged.
     """
     file = path / "tokenizer.json"
     if not file.is_file():

@@ -86,11 +86,7 @@ def rules() -> dict[str, Rule]:
 
 
 def find_rule(name: str) -> Rule:
-    """The rule of this name.
-
-    Raises:
-        ModelUnreadable: the name is not known; the message lists those that are.
-    """
+    """The rule of this name. Raises ModelUnreadable: the name is not known; the message lists those that are."""
     known = rules()
     if name not in known:
         raise ModelUnreadable(

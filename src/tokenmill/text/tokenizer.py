@@ -41,8 +41,7 @@ class Tokenizer:
     def load(cls, path: Path, *, or_bytes: bool = False) -> Tokenizer:
         """Read a Hugging Face folder or a GGUF file; with `or_bytes` a folder without a tokenizer gets one of bytes.
 
-        Raises:
-            ModelUnreadable: nothing there to make a tokenizer of, or it is damaged.
+        Raises ModelUnreadable: nothing there to make a tokenizer of, or it is damaged.
         """
         if or_bytes and path.is_dir() and not (path / "tokenizer.json").exists():
             return cls(byte_vocabulary())

@@ -34,17 +34,12 @@ class Checkpoint:
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Rows start .. stop - 1 of a tensor, [rows, ...]: of the stored type, or float32 if that is quantised.
 
-        Raises:
-            ModelUnreadable: the file cannot be read, or is truncated.
+        Raises ModelUnreadable: the file cannot be read, or is truncated.
         """
         return self.stored[name].read(start, stop)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor, whole, one at a time.
-
-        Raises:
-            ModelUnreadable: as `read`.
-        """
+        """Every tensor, whole, one at a time. Raises ModelUnreadable: as `read`."""
         for name, tensor in self.stored.items():
             yield name, tensor.read(0, tensor.shape[0])
 
@@ -52,9 +47,7 @@ class Checkpoint:
 def open_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint in a Hugging Face folder (config.json, safetensors) or a .gguf file.
 
-    Raises:
-        ModelNotFound: nothing is there.
-        ModelUnreadable: truncated, damaged, incomplete, or of an unknown kind.
+    Raises ModelNotFound: nothing is there; ModelUnreadable: truncated, damaged, incomplete, or of an unknown kind.
     """
     if not path.exists():
         raise ModelNotFound(f"there is no model at {path}")

@@ -25,8 +25,7 @@ class Fields:
     def whole(self, name: str, default: int | None = None, *, least: int = 1, most: int = MOST) -> int:
         """A whole number from `least` to `most`; the default most keeps products of sizes in 63 bits.
 
-        Raises:
-            ModelUnreadable: absent without a default, or something else.
+        Raises ModelUnreadable: absent without a default, or something else.
         """
         number = self.number(name, default)
         if number != int(number) or not least <= number <= most:
@@ -34,11 +33,7 @@ class Fields:
         return int(number)
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A number.
-
-        Raises:
-            ModelUnreadable: absent without a default, or something else.
-        """
+        """A number. Raises ModelUnreadable: absent without a default, or something else."""
         value = self.values.get(name)
         if value is None:
             value = default
@@ -49,19 +44,11 @@ class Fields:
         return value
 
     def optional(self, name: str) -> float | None:
-        """A number, or None when absent.
-
-        Raises:
-            ModelUnreadable: something else.
-        """
+        """A number, or None when absent. Raises ModelUnreadable: something else."""
         return self.number(name) if self.has(name) else None
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """True or false.
-
-        Raises:
-            ModelUnreadable: something else.
-        """
+        """True or false. Raises ModelUnreadable: something else."""
         value = self.values.get(name)
         if value is None:
             return default

@@ -48,8 +48,7 @@ QUANTISED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5
 def read_gguf(path: Path) -> tuple[ModelSpec, dict[str, StoredTensor]]:
     """The model's shape, and where its tensors lie.
 
-    Raises:
-        ModelUnreadable: truncated, damaged, of an unknown architecture or tensor type, or a name is there twice.
+    Raises ModelUnreadable: truncated, damaged, of an unknown architecture or tensor type, or a name is there twice.
     """
     metadata, infos = read_header(path)
     names = [info.name for info in infos]

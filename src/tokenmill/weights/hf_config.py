@@ -24,8 +24,7 @@ MOST_POSITIONS = 2**31 - 1
 def spec_from_config(config: Mapping[str, Any], where: str) -> ModelSpec:
     """The shape of the model; `where` is the file's name for messages.
 
-    Raises:
-        ModelUnreadable: unknown architecture, something unsupported, values missing or impossible.
+    Raises ModelUnreadable: unknown architecture, something unsupported, values missing or impossible.
     """
     fields = Fields(where, config)
     family = _family(config, where)
@@ -71,11 +70,7 @@ def spec_from_config(config: Mapping[str, Any], where: str) -> ModelSpec:
 
 
 def check_spec(spec: ModelSpec, where: str) -> ModelSpec:
-    """`spec`, when its numbers go together.
-
-    Raises:
-        ModelUnreadable: they do not.
-    """
+    """`spec`, when its numbers go together. Raises ModelUnreadable: they do not."""
     if spec.num_heads % spec.num_kv_heads:
         raise ModelUnreadable(f"{where}: {spec.num_heads} heads cannot share {spec.num_kv_heads} K/V heads evenly")
     rotary_dim = spec.rope.rotary_dim or spec.head_dim

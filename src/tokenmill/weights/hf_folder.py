@@ -29,8 +29,7 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 def read_folder(folder: Path) -> tuple[ModelSpec, dict[str, StoredTensor]]:
     """The model's shape, and where its tensors lie.
 
-    Raises:
-        ModelUnreadable: files missing, damaged or contradicting each other.
+    Raises ModelUnreadable: files missing, damaged or contradicting each other.
     """
     spec = read_spec(folder)
     tensors: dict[str, StoredTensor] = {}
@@ -46,8 +45,7 @@ def read_folder(folder: Path) -> tuple[ModelSpec, dict[str, StoredTensor]]:
 def read_spec(folder: Path) -> ModelSpec:
     """The model's shape, from config.json alone.
 
-    Raises:
-        ModelUnreadable: there is none, or it is damaged or not supported.
+    Raises ModelUnreadable: there is none, or it is damaged or not supported.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -58,8 +56,7 @@ def read_spec(folder: Path) -> ModelSpec:
 def read_safetensors(path: Path) -> dict[str, StoredTensor]:
     """Where the tensors of one file lie, in the file's order.
 
-    Raises:
-        ModelUnreadable: truncated, damaged, a name twice, or a type that is not a floating one.
+    Raises ModelUnreadable: truncated, damaged, a name twice, or a type that is not a floating one.
     """
     size = path.stat().st_size
     with path.open("rb") as file:

@@ -41,8 +41,7 @@ class StoredTensor:
     def read(self, start: int, stop: int) -> Tensor:
         """Rows start .. stop - 1 in their own order, [rows, ...].
 
-        Raises:
-            ModelUnreadable: the file cannot be read, or is truncated.
+        Raises ModelUnreadable: the file cannot be read, or is truncated.
         """
         dim = self.paired_head_dim
         if not dim:
@@ -67,11 +66,7 @@ class StoredTensor:
 
 
 def check_ends(tensors: Mapping[str, StoredTensor]) -> None:
-    """Refuse tensors that end after their file does.
-
-    Raises:
-        ModelUnreadable: a file is truncated.
-    """
+    """Refuse tensors that end after their file does. Raises ModelUnreadable: a file is truncated."""
     sizes = {path: path.stat().st_size for path in {tensor.path for tensor in tensors.values()}}
     for name, tensor in tensors.items():
         size = sizes[tensor.path]
