@@ -229,6 +229,9 @@ def _attend(
     position, start, stop = tl.load(piece + POSITION), tl.load(piece + START), tl.load(piece + STOP)
     first, count = tl.load(piece + FIRST), tl.load(piece + COUNT)
     if count == 0:
+        # Without rows all programs end here: if none waited, the next kernel would not wait for the one before.
+        if PDL and number == 0:
+            tl.extra.cuda.gdc_wait()
         return
     table = page_table + slot * table_stride
     group, dims = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
