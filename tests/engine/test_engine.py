@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -112,3 +115,17 @@ def test_closing_ends_what_goes_on_behind():
     closed = []
     open_engine(make_config(), CpuDevice(1), at_close=lambda: closed.append(True)).close()
     assert closed == [True]
+
+
+@pytest.mark.parametrize("most", [0, 8])
+def test_a_closed_engine_needs_no_garbage_collection(most):
+    engine = open_engine(make_config(graph_max_batch=most), RerunDevice())
+    engine.prepare()
+    alive = weakref.ref(engine)
+    engine.close()
+    gc.disable()
+    try:
+        del engine
+        assert alive() is None
+    finally:
+        gc.enable()

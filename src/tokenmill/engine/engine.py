@@ -97,6 +97,7 @@ class ModelEngine:
         """Finish what was launched."""
         self._at_close()
         self._device.close()
+        self._graphs = self._mixed = None  # they hold this engine: what is frozen is in no garbage collection
 
     def prepare(self) -> bool:
         """See `Engine.prepare`: captures a graph."""
