@@ -115,7 +115,6 @@ class LLM:
         """Free the engine; requests that run end unfinished."""
         if self._is_open:
             self._is_open = False
-            self._to_scheduler.send(wire.Stop())
             self._engine.close()
 
     def generate(

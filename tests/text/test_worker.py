@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import zmq
 
+from tests.support.channels import EndingChannel
 from tests.text.test_chat_template import CHATML, prompt
 from tests.text.vocabularies import byte_level, byte_level_fields, write_gguf
 from tokenmill.errors import ConfigError, ModelUnreadable, StartFailed
@@ -155,7 +156,7 @@ def test_deep_nesting_is_refused(stage: TokenizerStage) -> None:
 
 
 def run_tokenizer_loop(stage: TokenizerStage, messages: list[Any]) -> tuple[list[Any], list[Any]]:
-    inbox, scheduler, server = MemoryChannel[Any](), MemoryChannel[Any](), MemoryChannel[Any]()
+    inbox, scheduler, server = EndingChannel(), MemoryChannel[Any](), MemoryChannel[Any]()
     for message in messages:
         inbox.send(message)
     tokenizer_loop(stage, inbox, scheduler, server)
@@ -165,7 +166,7 @@ def run_tokenizer_loop(stage: TokenizerStage, messages: list[Any]) -> tuple[list
 def test_loop_drops_jobs_whose_abort_is_there_and_passes_other_aborts_on(byte_tokenizer: Tokenizer) -> None:
     stage = TokenizerStage(byte_tokenizer, None)
     first, second = job([1], text="a"), job([2, 3], text="b", params={"n": 2})
-    messages = [LIMITS, first, second, Abort([1]), Abort([3]), job([1], text="c"), Stop(drain=True)]
+    messages = [LIMITS, first, second, Abort([1]), Abort([3]), job([1], text="c")]
     to_scheduler, to_server = run_tokenizer_loop(stage, messages)
     kinds = [message.uid if isinstance(message, GenerateJob) else message for message in to_scheduler]
     assert kinds == [2, 3, Abort([1]), Abort([3]), 1]
@@ -176,9 +177,9 @@ def test_loop_drops_jobs_whose_abort_is_there_and_passes_other_aborts_on(byte_to
     ]
 
 
-def test_loop_stops_at_once_unless_it_drains(stage: TokenizerStage) -> None:
+def test_loop_stops_at_once(stage: TokenizerStage) -> None:
     assert run_tokenizer_loop(stage, [job(text="a"), Stop()]) == ([], [])
-    assert len(run_tokenizer_loop(stage, [job(text="a"), Stop(drain=True)])[0]) == 1
+    assert len(run_tokenizer_loop(stage, [job(text="a")])[0]) == 1
 
 
 def test_no_job_before_the_limits(byte_tokenizer: Tokenizer) -> None:

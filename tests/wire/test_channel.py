@@ -92,9 +92,9 @@ def test_what_was_sent_before_the_reader_came_is_not_lost(context, tmp_path):
 
 def test_closing_sends_what_is_queued(pipe):
     reader, writer, _ = pipe
-    writer.send(Stop(drain=True))
+    writer.send(Stop())
     writer.close()
-    assert receive(reader, 1) == [Stop(drain=True)]
+    assert receive(reader, 1) == [Stop()]
 
 
 def test_the_memory_twin_never_waits_and_empties_itself():

@@ -15,7 +15,7 @@ from tests.sched.support import make_config
 from tokenmill.engine.fake import FakeEngine
 from tokenmill.sched.scheduler import Scheduler
 from tokenmill.types import SamplingParams
-from tokenmill.wire.channel import MemoryChannel, NullSender, PushChannel, address
+from tokenmill.wire.channel import NullSender, PushChannel, address
 from tokenmill.wire.messages import Abort, GenerateJob, Probe, Stop, TextOptions, TokenBatch, pack_ids
 from tokenmill.worker.core import Core
 from tokenmill.worker.inbox import open_inbox
@@ -44,6 +44,20 @@ def messages(count):
             yield Probe(uid)
 
 
+class Ending:
+    """Where a loop's tokens go: sends Stop through `pipe` when the last of `count` requests has ended."""
+
+    def __init__(self, count, pipe):
+        self.finished = []
+        self._count, self._pipe = count, pipe
+
+    def send(self, message):
+        if isinstance(message, TokenBatch) and message.finished:
+            self.finished += [finish.uid for finish in message.finished]
+            if len(self.finished) == self._count:
+                self._pipe.send(Stop())
+
+
 def work(inbox, loop, detokenizer):
     """The digests of all plans of one rank, until Stop."""
     config = make_config(loop=loop, num_pages=16, max_running=3, prefill_budget=5)
@@ -67,7 +81,8 @@ def work(inbox, loop, detokenizer):
 def test_all_ranks_plan_the_same_steps(loop, size, tmp_path):
     with zmq.Context() as context, ThreadPoolExecutor(size) as pool:
         ranks = []
-        out = [MemoryChannel(), *(NullSender() for _ in range(1, size))]
+        stopper = PushChannel(context, address(tmp_path, "scheduler"))
+        out = [Ending(24, stopper), *(NullSender() for _ in range(1, size))]
         for rank in range(size):
             inbox = open_inbox(context, tmp_path, rank, size)
 
@@ -79,24 +94,23 @@ def test_all_ranks_plan_the_same_steps(loop, size, tmp_path):
         writer = PushChannel(context, address(tmp_path, "scheduler"))
         for message in messages(24):
             writer.send(message)
-        writer.send(Stop(drain=True))
         writer.close()
         (digests, counters), *others = [rank.result(60) for rank in ranks]
+        stopper.close()
     assert len(set(digests)) > 30
     for theirs, their_counters in others:
         assert theirs == digests
         assert their_counters == counters
-    finished = [finish.uid for batch in out[0].receive() if isinstance(batch, TokenBatch) for finish in batch.finished]
-    assert sorted(finished) == list(range(24))
+    assert sorted(out[0].finished) == list(range(24))
 
 
 def test_plans_do_not_depend_on_the_process():
     script = (
         "from tests.worker.test_inbox import messages, work\n"
-        "from tokenmill.wire.channel import MemoryChannel, NullSender\n"
-        "from tokenmill.wire.messages import Stop\n"
-        "inbox = MemoryChannel()\n"
-        "[inbox.send(message) for message in [*messages(12), Stop(drain=True)]]\n"
+        "from tests.support.channels import EndingChannel\n"
+        "from tokenmill.wire.channel import NullSender\n"
+        "inbox = EndingChannel()\n"
+        "[inbox.send(message) for message in messages(12)]\n"
         "print(work(inbox, 'overlap', NullSender())[0])\n"
     )
     outputs = {

@@ -262,12 +262,12 @@ def tokenizer_loop(
     scheduler: Sender[ToScheduler],
     server: Sender[ToServer],
 ) -> None:
-    """Work through the inbox until Stop. Every job is answered, also one that is dropped since its Abort is there."""
+    """Work through the inbox, at most until Stop. Every job is answered, also one whose Abort is there already."""
     queue: deque[ToTokenizer] = deque()
     aborted: set[int] = set()
     while True:
         arrived = inbox.receive(0 if queue else None)
-        if any(isinstance(message, wire.Stop) and not message.drain for message in arrived):
+        if any(isinstance(message, wire.Stop) for message in arrived):
             return
         aborted.update(uid for message in arrived if isinstance(message, wire.Abort) for uid in message.uids)
         queue.extend(arrived)
@@ -284,8 +284,6 @@ def tokenizer_loop(
             case wire.Abort() as abort:
                 aborted.difference_update(abort.uids)
                 scheduler.send(abort)
-            case wire.Stop():
-                return
 
 
 def detokenizer_loop(
@@ -294,7 +292,7 @@ def detokenizer_loop(
     scheduler: Sender[ToScheduler],
     server: Sender[ToServer],
 ) -> None:
-    """Turn what the scheduler sends into text until Stop."""
+    """Turn what the scheduler sends into text, at most until Stop."""
     while True:
         for message in inbox.receive():
             if isinstance(message, wire.Stop):
@@ -307,7 +305,7 @@ def detokenizer_loop(
 
 
 def run_tokenizer(settings: TextSettings, report: Report) -> None:
-    """A tokenizer process: load, report, work until Stop. Raises TokenmillError when the model cannot be used."""
+    """A tokenizer process: load, report, work. Raises TokenmillError when the model cannot be used."""
     tokenizer = Tokenizer.load(settings.model, or_bytes=settings.or_bytes)
     template = load_template(tokenizer, settings.chat_template)
     with _channels(settings, ToTokenizer) as channels:
@@ -320,7 +318,7 @@ def run_tokenizer(settings: TextSettings, report: Report) -> None:
 
 
 def run_detokenizer(settings: TextSettings, report: Report) -> None:
-    """The detokenizer process: load, report, work until Stop. Raises TokenmillError when the model cannot be used."""
+    """The detokenizer process: load, report, work. Raises TokenmillError when the model cannot be used."""
     tokenizer = Tokenizer.load(settings.model, or_bytes=settings.or_bytes)
     with _channels(settings, ToDetokenizer) as channels:
         report.ready(vocab_size=tokenizer.vocab_size)

@@ -5,7 +5,7 @@ Token ids travel as int32 bytes (`pack_ids`, `unpack_ids`), results as columns. 
     API server  -- Limits, TokenizeJob, Abort --> tokenizer worker k   (one pipe a worker, first in first out)
     tokenizer   -- GenerateJob, Abort -->  scheduler            (an Abort follows its job and cannot overtake it)
     tokenizer   -- Tokenized, Refused -->  API server
-    API server  -- Abort, Probe, Stop -->  scheduler            (Abort only after the job is known to have arrived)
+    API server  -- Abort, Probe ------->   scheduler            (Abort only after the job is known to have arrived)
     scheduler   -- OpenText, TokenBatch -> detokenizer          (OpenText before the request's first token)
     scheduler   -- Pulse ------------------> API server
     detokenizer -- TextBatch -----------> API server
@@ -151,9 +151,7 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """End the process: at once, or when `drain` once nothing is running or waiting."""
-
-    drain: bool = False
+    """End the loop that reads this, at once. Processes are ended by SIGTERM."""
 
 
 class OpenText(msgspec.Struct, frozen=True, tag=True):

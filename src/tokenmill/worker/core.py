@@ -31,15 +31,13 @@ class Core:
         self._inbox = inbox
         self._detokenizer = detokenizer
         self._server = server
-        self._is_draining = False
 
     def intake(self, prepare: Callable[[], bool]) -> bool:
         """Take in all messages. False: the loop must end.
 
         When there is nothing to do, `prepare` is called first, and while it says False messages are waited for.
         """
-        is_idle = not self.scheduler.has_work and not self._is_draining
-        must_wait = is_idle and not prepare()
+        must_wait = not self.scheduler.has_work and not prepare()
         accepted: list[int] = []
         finished: list[wire.Finish] = []
         for message in self._inbox.receive(None if must_wait else 0):
@@ -56,13 +54,11 @@ class Core:
                     finished.extend(wire.Finish(uid=uid, reason=FinishReason.ABORT) for uid in ended)
                 case wire.Probe():
                     self._server.send(self._pulse(message.serial))
-                case wire.Stop(drain=False):
-                    return False
                 case wire.Stop():
-                    self._is_draining = True
+                    return False
         if accepted or finished:
             self._detokenizer.send(wire.TokenBatch(accepted=accepted, finished=finished))
-        return not self._is_draining or self.scheduler.has_work
+        return True
 
     def deliver(self, plan: StepPlan, result: StepResult) -> None:
         """Commit a step and send what it brought."""
