@@ -118,6 +118,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.scheduler.abort(uid)
         del self.expected[uid]
 
+    @precondition(lambda self: not self.flights)
     @rule(may_capture=st.booleans())
     def prepare(self, may_capture):
         self.may_capture = True
