@@ -26,7 +26,7 @@ def draw(logits: torch.Tensor, params: list[SamplingParams], position: int = 5, 
     table.open([(slot, its, 3, blocked) for slot, its in enumerate(params)])
     slots, positions = list(range(len(params))), [position] * len(params)
     logits = logits.clone()
-    table.adjust(logits, slots, positions)
+    table.adjust(logits, slots, [position - 1] * len(params))
     return sample(logits, table, slots, positions).tolist()
 
 
@@ -160,6 +160,16 @@ def test_end_ids_are_blocked_until_min_tokens():
     assert draw(row, [params], position=3, blocked=(9,)) != [9]
     assert draw(row, [params], position=4, blocked=(9,)) != [9]
     assert draw(row, [params], position=5, blocked=(9,)) == [9]
+
+
+def test_rows_need_adjusting_while_ends_are_blocked_and_always_with_a_bias():
+    table = SamplingTable(3, upload)
+    params = SamplingParams(min_tokens=2), SamplingParams(logit_bias={1: 1.0}), SamplingParams()
+    table.open([(slot, its, 3, (9,) if its.min_tokens else ()) for slot, its in enumerate(params)])
+    assert [table.needs_adjusting([2, 0], [50, last]) for last in (2, 3, 4)] == [True, True, False]
+    assert table.needs_adjusting([0, 1], [50, 50])
+    assert not table.needs_adjusting([2], [0])
+    assert not table.needs_adjusting([], [])
 
 
 def test_a_slot_forgets_the_request_before():

@@ -128,7 +128,7 @@ class ModelEngine:
         return self._draw(logits, slots, positions, sampled)[: len(sampled.slots)]
 
     def _draw(self, logits: Tensor, slots: Tensor, positions: Tensor, sampled: stage.Sampled) -> Tensor:
-        if self._table.needs_adjusting(sampled.slots):
+        if self._table.needs_adjusting(sampled.slots, sampled.positions):
             logits = logits.float()
             self._table.adjust(logits, sampled.slots, sampled.positions)
         is_filtered = self._table.needs_filters(sampled.slots)
@@ -148,7 +148,7 @@ class ModelEngine:
         slots = array("i", [row.slot for row in rows])
         starts = array("i", [row.start for row in rows])
         self._table.open(stage.plan_openings(plan))
-        is_adjusted = self._table.needs_adjusting(slots)
+        is_adjusted = self._table.needs_adjusting(slots, starts)
         draw = Draw.LOGITS if is_adjusted else Draw.FILTERED if self._table.needs_filters(slots) else Draw.PLAIN
         graph = self._graphs.get(len(rows), draw)
         if graph is None:
@@ -175,9 +175,9 @@ class ModelEngine:
         assert self._mixed is not None
         self._table.open(stage.plan_openings(plan))
         columns = stage.StepColumns.of(plan.rows)
-        slots = columns.draws[1]
+        _, slots, positions = columns.draws
         draw = Draw.FILTERED if self._table.needs_filters(slots) else Draw.PLAIN
-        is_adjusted = self._table.needs_adjusting(slots)
+        is_adjusted = self._table.needs_adjusting(slots, positions)
         graph = None if is_adjusted or not slots else self._mixed.get(plan.num_tokens, len(slots), draw)
         numbers = None if graph is None else self._lay_out(plan, columns, graph.size)
         if graph is None or numbers is None:

@@ -28,13 +28,13 @@ class Sampled:
     """The rows of a step that draw a token, in the plan's order."""
 
     slots: list[int]
-    positions: list[int]  # of the token drawn
+    positions: list[int]  # of the token before the one drawn
 
     @staticmethod
     def of(rows: Iterable[Row]) -> Sampled:
         """Those of `rows` that draw."""
         drawing = [row for row in rows if row.is_sampled]
-        return Sampled([row.slot for row in drawing], [row.start + row.length for row in drawing])
+        return Sampled([row.slot for row in drawing], [row.start + row.length - 1 for row in drawing])
 
 
 def plan_openings(plan: StepPlan) -> list[Opening]:

@@ -77,11 +77,13 @@ class SamplingTable:
         """Whether any of these slots draws with top_k, top_p or min_p."""
         return bool(self._filtered_slots) and not self._filtered_slots.keys().isdisjoint(slots)
 
-    def needs_adjusting(self, slots: Sequence[int]) -> bool:
-        """Whether `adjust` has anything to do for these slots."""
-        if not self._bias and not self._blocked:
+    def needs_adjusting(self, slots: Sequence[int], positions: Sequence[int]) -> bool:
+        """Whether `adjust` has anything to do for these rows."""
+        if not self._bias.keys().isdisjoint(slots):
+            return True
+        if self._blocked.keys().isdisjoint(slots):
             return False
-        return not (self._bias.keys().isdisjoint(slots) and self._blocked.keys().isdisjoint(slots))
+        return any(self._is_blocked(slot, position) for slot, position in zip(slots, positions, strict=True))
 
     def adjust(self, logits: Tensor, slots: Sequence[int], positions: Sequence[int]) -> None:
         """Add biases and forbid early ends, in place.
@@ -89,16 +91,17 @@ class SamplingTable:
         Args:
             logits: [sampled, vocab] float32.
             slots: the slot of each row.
-            positions: the position of the token that each row draws.
+            positions: the position of the token before the one that each row draws.
         """
-        for index, slot in enumerate(slots):
+        for index, (slot, position) in enumerate(zip(slots, positions, strict=True)):
             if slot in self._bias:
                 ids, values = self._bias[slot]
                 logits[index].index_add_(0, ids, values)
-            if slot in self._blocked:
-                first_free, ids = self._blocked[slot]
-                if positions[index] < first_free:
-                    logits[index].index_fill_(0, ids, float("-inf"))
+            if self._is_blocked(slot, position):
+                logits[index].index_fill_(0, self._blocked[slot][1], float("-inf"))
+
+    def _is_blocked(self, slot: int, position: int) -> bool:
+        return slot in self._blocked and position < self._blocked[slot][0]
 
     def _open_sparse(self, slot: int, params: SamplingParams, prompt_len: int, blocked_ids: tuple[int, ...]) -> None:
         self._bias.pop(slot, None)
@@ -110,4 +113,4 @@ class SamplingTable:
             ids = self._upload(array("i", params.logit_bias)).long()
             self._bias[slot] = ids, self._upload(bits).view(torch.float32)
         if blocked_ids and params.min_tokens:
-            self._blocked[slot] = prompt_len + params.min_tokens, self._upload(array("i", blocked_ids)).long()
+            self._blocked[slot] = prompt_len + params.min_tokens - 1, self._upload(array("i", blocked_ids)).long()
