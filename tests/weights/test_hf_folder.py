@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.tiny_models import make_tiny_llama
+from tests.weights.gguf_files import read_all
 from tokenmill.errors import ModelNotFound, ModelUnreadable
 from tokenmill.weights.checkpoint import open_checkpoint
 
@@ -17,7 +18,7 @@ INDEX = "model.safetensors.index.json"
 def test_tensors_as_safetensors_reads_them(tmp_path: Path, dtype: torch.dtype) -> None:
     make_tiny_llama(tmp_path, dtype=dtype, attention_bias=True)
     expected = load_file(tmp_path / "model.safetensors")
-    found = dict(open_checkpoint(tmp_path).tensors())
+    found = read_all(tmp_path)
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert found[name].dtype == dtype
@@ -27,7 +28,7 @@ def test_tensors_as_safetensors_reads_them(tmp_path: Path, dtype: torch.dtype) -
 def test_shards_are_read_as_one(tmp_path: Path) -> None:
     make_tiny_llama(tmp_path / "one")
     make_tiny_llama(tmp_path / "two", sharded=True)
-    one, two = (dict(open_checkpoint(tmp_path / name).tensors()) for name in ("one", "two"))
+    one, two = (read_all(tmp_path / name) for name in ("one", "two"))
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
 

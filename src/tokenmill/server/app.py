@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from tokenmill.errors import TokenmillError
 from tokenmill.server.client import EngineClient
-from tokenmill.server.errors import error_response, http_error_response
+from tokenmill.server.errors import RouteError, error_response
 from tokenmill.server.routes import AppSettings, make_router
 
 
@@ -26,7 +26,7 @@ def create_app(client: EngineClient, settings: AppSettings) -> FastAPI:
     async def framework(request: Request, error: HTTPException) -> Response:
         words = {404: "there is no such route", 405: f"{request.method} is not allowed here"}
         detail = f"{words.get(error.status_code, error.detail)}: {request.method} {request.url.path}"
-        return http_error_response(error.status_code, detail, error.headers)
+        return error_response(RouteError(detail, error.status_code), error.headers)
 
     @app.exception_handler(Exception)
     async def unknown(request: Request, error: Exception) -> Response:

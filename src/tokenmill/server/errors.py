@@ -40,33 +40,30 @@ class EngineError(TokenmillError):
 
     def __init__(self, info: ErrorInfo) -> None:
         super().__init__(info.message)
-        self.status = info.status
-        self.kind = info.kind
-        self.param = info.param
+        self.status, self.kind, self.param = info.status, info.kind, info.param
+
+
+class RouteError(TokenmillError):
+    """An error of the framework's own: an unknown route, a wrong method."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status, self.kind = status, KINDS.get(status, "BadRequestError")
 
 
 def error_object(error: TokenmillError) -> dict[str, Any]:
     """OpenAI's error object."""
-    return _object(error.message, error.kind, error.param, error.status)
+    message = error.message[:MAX_MESSAGE]
+    return {"error": {"message": message, "type": error.kind, "param": error.param, "code": error.status}}
 
 
-def error_response(error: TokenmillError) -> Response:
+def error_response(error: TokenmillError, headers: Mapping[str, str] | None = None) -> Response:
     """The HTTP answer to an error; Retry-After where trying again can help."""
-    headers = {}
     if error.status in RETRY_STATUS:
-        headers["Retry-After"] = str(getattr(error, "retry_after", 1))
+        headers = {"Retry-After": str(getattr(error, "retry_after", 1))}
     return json_response(error_object(error), error.status, headers)
-
-
-def http_error_response(status: int, detail: str, headers: Mapping[str, str] | None) -> Response:
-    """The answer to an error of the framework's own: an unknown route, a wrong method."""
-    return json_response(_object(detail, KINDS.get(status, "BadRequestError"), None, status), status, headers)
 
 
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """A JSON answer, encoded by msgspec."""
     return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
-
-
-def _object(message: str, kind: str, param: str | None, status: int) -> dict[str, Any]:
-    return {"error": {"message": message[:MAX_MESSAGE], "type": kind, "param": param, "code": status}}

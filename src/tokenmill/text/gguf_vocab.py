@@ -69,7 +69,8 @@ def load_gguf_vocabulary(path: Path) -> Vocabulary:
 
 def _byte_level(fields: dict[str, Any], tokens: list[str]) -> tuple[Backend, bool]:
     rule = find_rule(fields.get(f"{PREFIX}pre", "default"))
-    merges = [_pair(merge) for merge in fields.get(f"{PREFIX}merges", [])]
+    pairs = (merge.partition(" ") for merge in fields.get(f"{PREFIX}merges", []))
+    merges = [(left, right) for left, _, right in pairs]
     backend = _bpe(tokens, merges, ignore_merges=rule.ignore_merges)
     if rule.compose:
         backend.normalizer = normalizers.NFC()
@@ -116,11 +117,6 @@ def _bpe(tokens: list[str], merges: list[tuple[str, str]], **options: Any) -> Ba
         return Backend(models.BPE(vocab=vocab, merges=merges, **options))
     except Exception as error:
         raise ModelUnreadable(f"vocabulary and merges do not fit each other: {error}") from error
-
-
-def _pair(merge: str) -> tuple[str, str]:
-    left, _, right = merge.partition(" ")
-    return left, right
 
 
 def _add_tokens(backend: Backend, tokens: list[str], kinds: Sequence[int]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,11 +37,6 @@ class Checkpoint:
         Raises ModelUnreadable: the file cannot be read, or is truncated.
         """
         return self.stored[name].read(start, stop)
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor, whole, one at a time. Raises ModelUnreadable: as `read`."""
-        for name, tensor in self.stored.items():
-            yield name, tensor.read(0, tensor.shape[0])
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

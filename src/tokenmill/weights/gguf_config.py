@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 from tokenmill.errors import ModelUnreadable
@@ -13,7 +12,7 @@ from tokenmill.spec import ModelSpec, RopeSpec
 from tokenmill.weights.fields import Fields
 from tokenmill.weights.hf_config import MOST_POSITIONS, check_spec
 
-ARCHITECTURES: Mapping[str, str] = MappingProxyType({"llama": "llama"})
+ARCHITECTURES: Mapping[str, str] = {"llama": "llama"}
 
 
 def spec_from_metadata(

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, get_args
 
 from tokenmill.errors import ModelUnreadable
 from tokenmill.spec import ModelSpec, RopeKind, RopeSpec
 from tokenmill.weights.fields import Fields
 
-ARCHITECTURES: Mapping[str, str] = MappingProxyType(
-    {
-        "LlamaForCausalLM": "llama",
-        "MistralForCausalLM": "llama",
-        "SmolLMForCausalLM": "llama",
-        "Qwen3ForCausalLM": "qwen3",
-    }
-)
+ARCHITECTURES: Mapping[str, str] = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "SmolLMForCausalLM": "llama",
+    "Qwen3ForCausalLM": "qwen3",
+}
 MOST_POSITIONS = 2**31 - 1
 
 

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,9 +19,7 @@ from tokenmill.weights.stored import StoredTensor, check_ends, float_decoder
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000
-DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-)
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def read_folder(folder: Path) -> tuple[ModelSpec, dict[str, StoredTensor]]:

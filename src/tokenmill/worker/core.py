@@ -9,7 +9,7 @@ from collections.abc import Callable
 from tokenmill.errors import TokenmillError
 from tokenmill.sched.plan import StepPlan, StepResult
 from tokenmill.sched.request import Request
-from tokenmill.sched.scheduler import Ending, Outcome, Scheduler
+from tokenmill.sched.scheduler import Outcome, Scheduler
 from tokenmill.types import FinishReason
 from tokenmill.wire import messages as wire
 from tokenmill.wire.channel import Receiver, Sender
@@ -110,14 +110,13 @@ def _columns(outcome: Outcome) -> wire.TokenBatch:
         counts=[1] * len(outcome.tokens),
         token_ids=wire.pack_ids(token for _, token in outcome.tokens),
         admitted=outcome.admitted,
-        finished=[_finish(ending) for ending in outcome.finished],
-    )
-
-
-def _finish(ending: Ending) -> wire.Finish:
-    return wire.Finish(
-        uid=ending.uid,
-        reason=ending.reason,
-        is_stop_token=ending.token is not None,
-        stop_token=None if ending.is_end_id else ending.token,
+        finished=[
+            wire.Finish(
+                uid=ending.uid,
+                reason=ending.reason,
+                is_stop_token=ending.token is not None,
+                stop_token=None if ending.is_end_id else ending.token,
+            )
+            for ending in outcome.finished
+        ],
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from tokenmill.engine.base import Engine, StepHandle
 from tokenmill.sched.plan import StepPlan
 from tokenmill.trace import Tracer
@@ -50,15 +48,6 @@ class Steps:
             self.tracer.leave()
 
 
-class Loop(Protocol):
-    """A loop that can be driven a turn at a time, as the offline LLM does."""
-
-    steps: Steps
-
-    def turn(self) -> bool:
-        """Take in messages and compute at most one step; False when the loop must end."""
-
-
 class SerialLoop:
     """Plan a step, compute it, commit it."""
 
@@ -66,7 +55,7 @@ class SerialLoop:
         self.steps = steps
 
     def turn(self) -> bool:
-        """One step from plan to commit."""
+        """Take in messages and compute one step from plan to commit; False when the loop must end."""
         if not self.steps.intake():
             return False
         launched = self.steps.launch()
@@ -83,7 +72,7 @@ class OverlapLoop:
         self._flight: Flight | None = None
 
     def turn(self) -> bool:
-        """Launch the next step, then wait for the one before."""
+        """Take in messages, launch the next step, then wait for the one before; False when the loop must end."""
         if not self.steps.intake():
             return False
         launched = self.steps.launch()
@@ -93,6 +82,6 @@ class OverlapLoop:
         return True
 
 
-def make_loop(core: Core, engine: Engine) -> Loop:
+def make_loop(core: Core, engine: Engine) -> SerialLoop | OverlapLoop:
     """The loop that the configuration asks for."""
     return (OverlapLoop if core.scheduler.config.loop == "overlap" else SerialLoop)(Steps(core, engine))
