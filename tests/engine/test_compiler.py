@@ -71,7 +71,7 @@ def libcuda(tmp_path):
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_a_rehearsal_reaches_all_kernels_of_a_model_and_leaves_none_to_the_first_launch(family, tmp_path, libcuda):
     cache = tmp_path / "cache"
-    told, *numbers, imported, names = run(
+    told, *numbers, imported, names, more_at_first = run(
         "-m", "tests.support.rehearsal", family, TRITON_CACHE_DIR=str(cache), **libcuda
     )
     compiled, missing, launched = map(int, numbers)
@@ -81,4 +81,5 @@ def test_a_rehearsal_reaches_all_kernels_of_a_model_and_leaves_none_to_the_first
     assert launched >= compiled
     assert imported == ""
     assert {"_attend", "_gemv_kernel", "_race_kernel", "_count_kernel", "_stage_kernel"} <= set(names.split())
+    assert more_at_first == "0"
     assert len(list(cache.glob("*/compiled"))) == 1

@@ -1,7 +1,7 @@
 """Compile a tiny model's kernels ahead in the warm-up's process, without a GPU, then launch them here.
 
 Prints how many were compiled, how many of the launches' kernels were missing in the cache, the number of launches, what
-was imported on the way, and the kernels' names.
+was imported on the way, the kernels' names, and how many kernels first prompts of other lengths would need besides.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.sched.support import make_config
 from tokenmill.attention.triton import TritonAttention
 from tokenmill.config import RunConfig
 from tokenmill.engine import warm_up
-from tokenmill.engine.compiler import Rehearsal
+from tokenmill.engine.compiler import FIRST_PROMPTS, Rehearsal
 from tokenmill.ops.triton.ops import TritonOps
 from tokenmill.parallel.group import Group
 from tokenmill.spec import ModelSpec
@@ -82,6 +82,25 @@ def main(family: str) -> None:
     print(gpu.num_launches)
     print(*sorted({"torch._dynamo", "sympy"} & set(sys.modules)))
     print(*names)
+    print(len(first_kernels(tuple(range(5, 65))) - first_kernels(FIRST_PROMPTS)))
+
+
+def first_kernels(prompts):
+    """What first requests to Qwen3-0.6B launch."""
+    spec = ModelSpec("qwen3", 151_936, 1024, 3072, 28, 16, 8, head_dim=128, max_position=40_960, tie_embeddings=True)
+    config = make_config(device="cuda", dtype="bfloat16", page_size=16, max_running=256)
+    attention = TritonAttention(
+        scale=1.0, num_heads=16, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16, num_sms=132, pdl=True
+    )
+    found = set()
+
+    def note(*, key, fn, **_):
+        found.add((fn.name, key))
+        return True
+
+    knobs.runtime.jit_cache_hook = note
+    next(Rehearsal(spec, Group.solo(), config, TritonOps(has_pdl=True), attention, (9, 0), prompts).launch())
+    return found
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ class Rehearsal:
         spec, config = replace(self.spec, num_layers=1), replace(self.config, debug_checks=False)
         model, _ = build_model(spec, getattr(torch, config.dtype), self.group, self.attention, self.ops, META)
         may_capture = threading.Event()
-        engine = ModelEngine(model, self.ops, self.attention, config, MetaDevice(), may_capture=may_capture.is_set)
+        engine = ModelEngine(model, self.ops, self.attention, config, _MetaDevice(), may_capture=may_capture.is_set)
         for plan in _plans(self.first_prompts, 1):
             engine.launch(plan)
         yield
@@ -92,33 +92,29 @@ def _row(slot: int, length: int) -> Row:
     return Row(slot, slot, 0, length, (0,) * length, True)
 
 
-class MetaDevice:
+class _MetaDevice:
     """A device that computes shapes. What is submitted is done at once; what is captured is done once."""
 
     torch_device = META
 
     def upload(self, numbers: array[int]) -> Tensor:
-        """See `Device.upload`."""
         return torch.empty(len(numbers), dtype=torch.int32, device=META)
 
     stage = upload
 
-    def submit(self, work: Work) -> MetaDevice:
-        """See `Device.submit`."""
+    def submit(self, work: Work) -> _MetaDevice:
         with torch.inference_mode(), _QuickShapes():
             work()
         return self
 
     def wait(self) -> list[int]:
-        """See `Pending.wait`."""
         return []
 
     def capture(self, work: Callable[[], Tensor]) -> Captured:
-        """See `GraphDevice.capture`."""
         return Captured(lambda: None, work(), 0)
 
     def close(self) -> None:
-        """Nothing to do."""
+        return
 
 
 class _QuickShapes(TorchFunctionMode):
@@ -161,7 +157,8 @@ def serve_rehearsal(pipe: Connection) -> None:
     num_compiled = 0
 
     def note(*, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-        found.setdefault((fn.name, key), (fn.name, partial(_compile, fn.jit_function, compile)))
+        name = f"{fn.module}.{fn.name}"
+        found.setdefault((name, key), (name, partial(_compile, fn.jit_function, compile)))
         return True  # neither compiled here nor launched
 
     knobs.runtime.jit_cache_hook = note

@@ -48,7 +48,7 @@ class WarmUp:
         if run.engine.device == "cpu" or triton is None or not any(map(os.path.exists, GPU_DRIVERS)):
             return
         try:
-            self._mark = _mark(run, model, Path(str(triton.origin)))
+            self._mark = _mark(run, model, os.stat(str(triton.origin)))
             if not self._mark.exists():
                 self._pipe, self._process = _start()
         except OSError as error:
@@ -120,11 +120,13 @@ def _start() -> tuple[Connection, subprocess.Popen[bytes]]:
     return ours, process
 
 
-def _mark(run: RunConfig, *files: Path) -> Path:
-    """Where the mark is for all that decides which kernels there are: the package, the GPUs, model and Triton."""
-    sources = *sorted(PACKAGE.rglob("*.py")), *sorted(Path(GPU_FACTS).glob("*/information"))
-    others = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    facts = [*(path.read_bytes() for path in sources), repr((run, others, sys.version)).encode()]
+def _mark(run: RunConfig, model: Path, triton: os.stat_result) -> Path:
+    """Where the mark is for all that decides which kernels there are: the package, the GPUs, the model and Triton."""
+    config = model / "config.json"
+    files = *sorted(PACKAGE.rglob("*.py")), *sorted(Path(GPU_FACTS).glob("*/information")), config
+    facts = [file.read_bytes() for file in files if file.is_file()]
+    name = None if config.is_file() else model
+    facts.append(repr((name, run.engine, run.scheduler, run.model.dtype, triton.st_mtime_ns, sys.version)).encode())
     root = os.environ.get("TRITON_CACHE_DIR") or Path(os.environ.get("TRITON_HOME") or Path.home(), ".triton", "cache")
     return Path(root, hashlib.sha256(b"\0".join(facts)).hexdigest(), "compiled")
 
