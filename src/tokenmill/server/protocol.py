@@ -23,42 +23,28 @@ MAX_REQUEST_ID = 256
 SAMPLING = tuple(name for name in SamplingParams.__struct_fields__ if name not in ("max_tokens", "logit_bias"))
 LABELS: Mapping[str, type] = {"user": str, "safety_identifier": str, "metadata": dict}
 NAMES = {bool: "true or false", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}
+ONLY_NULL = (
+    "prompt_logprobs structured_outputs audio prediction reasoning_effort verbosity web_search_options cache_salt "
+    "allowed_token_ids truncate_prompt_tokens"
+)
+ONLY_FALSE = (
+    "logprobs store use_beam_search return_token_ids echo stream_options.include_obfuscation "
+    "stream_options.continuous_usage_stats"
+)
 # Fields that are not honoured, with the values that ask for nothing; null always does.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "prompt_logprobs": (),
+    **dict.fromkeys(ONLY_NULL.split(), ()),
+    **dict.fromkeys(ONLY_FALSE.split(), (False,)),
+    **dict.fromkeys(("tools", "functions", "bad_words"), ([],)),
+    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "top_logprobs", "priority"), (0,)),
+    **dict.fromkeys(("repetition_penalty", "length_penalty"), (1,)),
     "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
     "parallel_tool_calls": (True, False),
     "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "reasoning_effort": (),
-    "verbosity": (),
-    "web_search_options": (),
     "suffix": ("",),
-    "store": (False,),
     "service_tier": ("auto", "default"),
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
     "spaces_between_special_tokens": (True,),
-    "priority": (0,),
-    "cache_salt": (),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "truncate_prompt_tokens": (),
-    "return_token_ids": (False,),
-    "echo": (False,),
-    "stream_options.include_obfuscation": (False,),
-    "stream_options.continuous_usage_stats": (False,),
 }
 
 

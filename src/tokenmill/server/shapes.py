@@ -3,29 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from tokenmill.types import Usage
 from tokenmill.wire.messages import TextDelta
 
 Json = dict[str, Any]
-
-
-class Shape(Protocol):
-    """What differs between the two kinds of answer."""
-
-    prefix: str
-    object: str
-    chunk_object: str
-
-    def opening(self, index: int) -> Iterator[Json]:
-        """Choices of chunks that come before any text."""
-
-    def chunks(self, index: int, delta: TextDelta) -> Iterator[Json]:
-        """Choices of the chunks for what is new of one choice."""
-
-    def choice(self, index: int, text: str, last: TextDelta) -> Json:
-        """One choice of a whole answer; `last` is the delta that ended it."""
 
 
 class ChatShape:
@@ -36,18 +19,18 @@ class ChatShape:
     chunk_object = "chat.completion.chunk"
 
     def opening(self, index: int) -> Iterator[Json]:
-        """The role, with empty content."""
+        """Choices of chunks that come before any text: the role, with empty content."""
         yield self._chunk(index, {"role": "assistant", "content": ""})
 
     def chunks(self, index: int, delta: TextDelta) -> Iterator[Json]:
-        """A content chunk if there is text, and a last one of its own for the end."""
+        """Choices of the chunks for what is new: a content chunk if there is text, and one of its own for the end."""
         if delta.text:
             yield self._chunk(index, {"content": delta.text})
         if delta.finish_reason is not None:
             yield self._chunk(index, {}) | _end(delta)
 
     def choice(self, index: int, text: str, last: TextDelta) -> Json:
-        """A message."""
+        """One choice of a whole answer; `last` is the delta that ended it."""
         message = {"role": "assistant", "content": text, "refusal": None}
         return {"index": index, "message": message, "logprobs": None} | _end(last)
 
@@ -71,8 +54,11 @@ class CompletionShape:
         yield {"index": index, "text": delta.text, "logprobs": None} | _end(delta)
 
     def choice(self, index: int, text: str, last: TextDelta) -> Json:
-        """A text."""
+        """One choice of a whole answer."""
         return {"index": index, "text": text, "logprobs": None} | _end(last)
+
+
+Shape = ChatShape | CompletionShape
 
 
 def usage_json(usage: Usage) -> Json:

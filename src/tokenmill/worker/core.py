@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import dataclasses
 from array import array
 from collections.abc import Callable
 
@@ -13,8 +13,6 @@ from tokenmill.sched.scheduler import Outcome, Scheduler
 from tokenmill.types import FinishReason
 from tokenmill.wire import messages as wire
 from tokenmill.wire.channel import Receiver, Sender
-
-logger = logging.getLogger(__name__)
 
 
 class Core:
@@ -87,20 +85,15 @@ class Core:
         return None
 
     def _pulse(self, serial: int) -> wire.Pulse:
-        scheduler = self.scheduler
-        counters = scheduler.counters
+        scheduler, cache = self.scheduler, self.scheduler.cache
         return wire.Pulse(
             serial=serial,
-            steps=counters.steps,
             waiting=scheduler.num_waiting,
             running=scheduler.num_running,
-            free_pages=scheduler.cache.num_free,
-            cached_pages=scheduler.cache.num_cached,
-            num_pages=scheduler.cache.num_pages,
-            prompt_tokens=counters.prompt_tokens,
-            cached_tokens=counters.cached_tokens,
-            generated_tokens=counters.generated_tokens,
-            retractions=counters.retractions,
+            free_pages=cache.num_free,
+            cached_pages=cache.num_cached,
+            num_pages=cache.num_pages,
+            **dataclasses.asdict(scheduler.counters),
         )
 
 
