@@ -207,6 +207,28 @@ def test_a_closed_llm_says_so(tmp_path):
         llm.generate("a", GREEDY)
 
 
+@pytest.mark.parametrize("loop", ["serial", "overlap"])
+@pytest.mark.parametrize("where", ["launch", "_run_eagerly"])
+def test_a_step_that_fails_closes_it_and_ends_all_requests(tmp_path, monkeypatch, loop, where):
+    llm = LLM(make_tiny_llama(tmp_path), dtype="float32", loop=loop)
+    stream = llm.stream("hello", GREEDY)
+    next(stream)
+    compute, steps = getattr(llm._engine, where), []
+
+    def fail(plan):
+        steps.append(plan)
+        if len(steps) == 2:
+            raise RuntimeError("no memory for a step")
+        return compute(plan)
+
+    monkeypatch.setattr(llm._engine, where, fail)
+    with pytest.raises(RuntimeError, match="no memory"):
+        llm.generate(["a", "b"], GREEDY)
+    for more in (lambda: list(stream), lambda: llm.generate("a", GREEDY)):
+        with pytest.raises(TokenmillError, match="closed"):
+            more()
+
+
 def test_the_package_exports_llm():
     assert tokenmill.LLM is LLM
     assert not hasattr(tokenmill, "nothing")

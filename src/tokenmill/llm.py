@@ -242,8 +242,6 @@ class LLM:
 
     def _submit(self, job: wire.TokenizeJob) -> list[int]:
         """Put a job's requests into the queue; nothing is queued when it is refused."""
-        if not self._is_open:
-            raise TokenmillError("this LLM is closed")
         jobs, answer = self._tokenizer_stage.process(job)
         if isinstance(answer, wire.Refused):
             raise _error(answer.error)
@@ -253,10 +251,16 @@ class LLM:
         return job.uids
 
     def _turn(self) -> list[int]:
-        """One turn of the loop, and its text brought to the requests; returns those that ended."""
+        """One turn of the loop, and its text brought to the requests; returns those that ended. Closes if it fails."""
+        if not self._is_open:
+            raise TokenmillError("this LLM is closed")
         ended = []
         with _whole_steps():
-            self._loop.turn()
+            try:
+                self._loop.turn()
+            except Exception:
+                self.close()  # the requests of a step that was not committed never end
+                raise
             for message in self._to_detokenizer.receive():
                 assert not isinstance(message, wire.Stop)
                 batch, aborts = self._detokenizer_stage.process(message)
