@@ -15,7 +15,7 @@ from tokenmill.engine.engine import ModelEngine
 from tokenmill.models.load import random_model
 from tokenmill.ops.select import make_ops
 from tokenmill.parallel.group import Group
-from tokenmill.sched.plan import Row, StepPlan
+from tokenmill.sched.plan import PageUpdate, Row, StepPlan
 from tokenmill.sched.scheduler import Scheduler
 from tokenmill.spec import ModelSpec
 from tokenmill.types import SamplingParams
@@ -89,6 +89,19 @@ def test_steps_for_which_memory_lacks_graphs_are_run_eagerly_or_by_larger_ones(r
     device = RerunDevice(room)
     assert generate(make_config(**options, graph_max_batch=8), device, PROMPTS, PARAMS) == expected
     assert device.num_captures == room
+
+
+def test_nothing_is_captured_for_steps_with_rows_that_no_graph_takes(monkeypatch):
+    monkeypatch.setattr(CapturableAttention, "longest_row", 7)
+    device, captured = RerunDevice(), []
+    engine = open_engine(make_config(graph_max_batch=8, num_pages=64), device)
+    engine._mixed._budget._clock = lambda: 1e9  # captures are due
+    for length in (8, 7):
+        row = Row(0, 0, 0, length, (5,) * length, True)
+        engine.launch(StepPlan(0, (row,), page_updates=(PageUpdate(0, 0, (1, 2)),))).wait()
+        captured.append(device.num_captures)
+    assert captured == [0, 1]
+    engine.close()
 
 
 def test_every_graph_is_captured_when_there_is_nothing_else_to_do():

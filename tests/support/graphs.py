@@ -36,6 +36,8 @@ class RerunDevice(CpuDevice):
 
 
 class CapturableAttention(ReferenceAttention):
+    longest_row = 1000
+
     def plan_decode(self, slots, positions, page_table, page_size):
         ones = (1,) * len(slots)
         return self.plan(RowLayout(tuple(slots.tolist()), tuple(positions.tolist()), ones), page_table, page_size)

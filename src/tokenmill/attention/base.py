@@ -84,8 +84,11 @@ class GraphAttention(Protocol):
 class TableAttention(Protocol):
     """A backend whose metadata of any step can be tables of a fixed length, so that steps alike in size share a graph.
 
-    A step may have padding tokens behind its real ones, which no row names.
+    A step may have padding tokens behind its real ones, which no row names. Rows of more than `longest_row` queries
+    have no tables.
     """
+
+    longest_row: int
 
     def table_length(self, num_tokens: int, num_rows: int) -> int:
         """How many int32 tell of a step of so many tokens and so many rows that draw."""

@@ -69,6 +69,7 @@ class TritonAttention:
         self._num_heads, self._num_kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
         self._num_sms, self._element_size = num_sms, dtype.itemsize
         self._gather_from = max(2, gather_from) if can_gather(head_dim, dtype) else sys.maxsize
+        self.longest_row = self._gather_from - 1
         group = num_heads // num_kv_heads
         self._block_queries = prefill_settings(group, head_dim, dtype.itemsize).block_m // group
 
@@ -100,7 +101,7 @@ class TritonAttention:
         rows, singles = _rows_of(layout)
         work = make_work((row for row in rows if row.length > 1), self._block_queries)
         num_items = self._num_items(num_tokens, num_rows)
-        if len(singles) > num_rows or len(work) > num_items or any(row.length >= self._gather_from for row in rows):
+        if len(singles) > num_rows or len(work) > num_items or max(layout.lengths) > self.longest_row:
             return None
         return _numbers(singles, num_rows, work, num_items, spare_slot)
 

@@ -173,12 +173,14 @@ class ModelEngine:
 
     def _replay_mixed(self, plan: StepPlan) -> Tensor | None:
         assert self._mixed is not None
+        assert isinstance(self._attention, TableAttention)
         self._table.open(stage.plan_openings(plan))
         columns = stage.StepColumns.of(plan.rows)
         _, slots, positions = columns.draws
         draw = Draw.FILTERED if self._table.needs_filters(slots) else Draw.PLAIN
-        is_adjusted = self._table.needs_adjusting(slots, positions)
-        graph = None if is_adjusted or not slots else self._mixed.get(plan.num_tokens, len(slots), draw)
+        has_none = not slots or self._table.needs_adjusting(slots, positions)
+        has_none |= max(row.length for row in plan.rows) > self._attention.longest_row
+        graph = None if has_none else self._mixed.get(plan.num_tokens, len(slots), draw)
         numbers = None if graph is None else self._lay_out(plan, columns, graph.size)
         if graph is None or numbers is None:
             return self._run_eagerly(replace(plan, openings=()))
