@@ -120,7 +120,3 @@ def _overview() -> str:
     return "\n".join(
         ["usage: tokenmill COMMAND [...]", "", *lines, "", "tokenmill COMMAND --help tells a command's flags."]
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -347,7 +347,11 @@ def _job(uids: list[int], prompt: Any, params: SamplingParams, template: Mapping
     if isinstance(prompt, str):
         return wire.TokenizeJob(uids=uids, params=params, text=prompt)
     if _is_ids(prompt):
-        return wire.TokenizeJob(uids=uids, params=params, token_ids=_packed(prompt))
+        try:
+            return wire.TokenizeJob(uids=uids, params=params, token_ids=wire.pack_ids(prompt))
+        except (OverflowError, TypeError) as error:
+            words = f"prompt token ids must be whole numbers below 2**31: {error}"
+            raise InvalidRequest(words, "prompt") from None
     if not prompt or not all(isinstance(message, Mapping) for message in prompt):
         raise InvalidRequest("a prompt must be a text, a list of token ids, or a list of chat messages", "prompt")
     messages = check_messages([dict(message) for message in prompt], with_tools=True)
@@ -358,13 +362,6 @@ def _job(uids: list[int], prompt: Any, params: SamplingParams, template: Mapping
     rest = {name: value for name, value in template.items() if name not in named}
     chat = wire.ChatPrompt(messages=messages, template_kwargs=rest, **known)
     return wire.TokenizeJob(uids=uids, params=params, chat=chat)
-
-
-def _packed(token_ids: Sequence[int]) -> bytes:
-    try:
-        return wire.pack_ids(token_ids)
-    except (OverflowError, TypeError) as error:
-        raise InvalidRequest(f"prompt token ids must be whole numbers below 2**31: {error}", "prompt") from None
 
 
 def _error(info: wire.ErrorInfo) -> TokenmillError:

@@ -52,13 +52,6 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Failed:
-    """A child's last word."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
 class Ended:
     """How a child ended. `exit_code` is negative for a signal, as in `multiprocessing`."""
 
@@ -78,8 +71,8 @@ class Report:
         """Tell the parent that this process can work; `info` must be picklable without tokenmill's heavy packages."""
         self.send(Ready(self._name, os.getpid(), info))
 
-    def send(self, message: Ready | Failed) -> None:
-        """Tell the parent, unless it has gone."""
+    def send(self, message: Ready | str) -> None:
+        """Tell the parent, unless it has gone; a string is why this process ends."""
         with contextlib.suppress(OSError):
             self._pipe.send(message)
 
@@ -89,11 +82,11 @@ class _Child:
     plan: ProcessPlan
     process: process.BaseProcess
     pipe: connection.Connection
-    failure: Failed | None = None
+    failure: str | None = None
     has_hung_up: bool = False
 
     def receive(self) -> Ready | None:
-        """The child's Ready if it has come; keeps a Failed for `ended`."""
+        """The child's Ready if it has come; keeps the reason of a failure for `ended`."""
         try:
             while self.pipe.poll():
                 message = self.pipe.recv()
@@ -109,7 +102,7 @@ class _Child:
         self.receive()
         self.process.join(2.0)
         code = self.process.exitcode
-        reason = self.failure.reason if self.failure else _describe_exit(code)
+        reason = self.failure or _describe_exit(code)
         return Ended(self.plan.name, -signal.SIGKILL if code is None else code, reason)
 
 
@@ -229,11 +222,11 @@ def _run_child(plan: ProcessPlan, pipe: connection.Connection, parent: int) -> N
         target = pkgutil.resolve_name(plan.target) if isinstance(plan.target, str) else plan.target
         target(plan.settings, report)
     except TokenmillError as error:
-        report.send(Failed(error.message))
+        report.send(error.message)
         _exit(USER_ERROR_EXIT)
     except Exception as error:
         logger.exception("ended by an error")
-        report.send(Failed(f"{type(error).__name__}: {error}"))
+        report.send(f"{type(error).__name__}: {error}")
         _exit(1)
 
 

@@ -352,11 +352,7 @@ def test_processes_end_to_end(tmp_path: Path, byte_tokenizer: Tokenizer) -> None
                 ),
             ]
         )
-        assert ready["tokenizer-0"].info == {
-            "has_chat_template": True,
-            "sampling_defaults": {"top_k": 9},
-            "vocab_size": byte_tokenizer.vocab_size,
-        }
+        assert ready["tokenizer-0"].info == {"sampling_defaults": {"top_k": 9}}
         tokenizer.send(LIMITS)
         tokenizer.send(job([1], text="fox", params={"max_tokens": 3, "stop": ["o"]}))
         (made,) = scheduler.receive(30)

@@ -38,6 +38,13 @@ class AppSettings:
 def make_router(client: EngineClient, settings: AppSettings) -> APIRouter:
     """All routes, bound to one client."""
     router = APIRouter()
+    card = {
+        "id": settings.model,
+        "object": "model",
+        "created": settings.created,
+        "owned_by": "tokenmill",
+        "max_model_len": settings.max_model_len,
+    }
 
     @router.post("/v1/chat/completions", openapi_extra=CHAT_BODY, summary="Chat, OpenAI-compatible")
     async def chat_completions(request: Request) -> Response:
@@ -51,12 +58,12 @@ def make_router(client: EngineClient, settings: AppSettings) -> APIRouter:
 
     @router.get("/v1/models", summary="The model that is served")
     async def models() -> Response:
-        return json_response({"object": "list", "data": [_card(settings)]})
+        return json_response({"object": "list", "data": [card]})
 
     @router.get("/v1/models/{name:path}", summary="One model")
     async def model(name: str) -> Response:
         _check_model(name)
-        return json_response(_card(settings))
+        return json_response(card)
 
     @router.get("/health", summary="200 when the scheduler moves")
     async def health() -> Response:
@@ -112,18 +119,6 @@ def request_id_of(request: Request, call: GenerationRequest) -> str:
     """The body's request_id, else the X-Request-Id header, else a new one."""
     if call.request_id is not None:
         return call.request_id
-    given = request.headers.get("x-request-id")
-    if given is None:
-        return uuid.uuid4().hex
+    given = request.headers.get("x-request-id", uuid.uuid4().hex)
     check_request_id(given, "X-Request-Id")
     return given
-
-
-def _card(settings: AppSettings) -> dict[str, Any]:
-    return {
-        "id": settings.model,
-        "object": "model",
-        "created": settings.created,
-        "owned_by": "tokenmill",
-        "max_model_len": settings.max_model_len,
-    }

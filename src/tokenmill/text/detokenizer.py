@@ -90,32 +90,19 @@ class _StopString:
 
     def find_end(self, piece: str) -> int | None:
         """Index in `piece` after the first match's last letter."""
-        index = 0
-        while index < len(piece):
-            if self.matched == 0:
-                index = piece.find(self.text[0], index)
-                if index < 0:
-                    return None
-            self._take(piece[index])
-            index += 1
+        for index, letter in enumerate(piece):
+            self.matched = self._extend(self.matched, letter)
+            if self.matched > len(self._borders):
+                self._borders.append(self._extend(self._borders[-1], letter))
             if self.matched == len(self.text):
-                return index
+                return index + 1
         return None
 
-    def _take(self, letter: str) -> None:
-        while self.matched and self.text[self.matched] != letter:
-            self.matched = self._borders[self.matched - 1]
-        if self.text[self.matched] == letter:
-            self.matched += 1
-            if self.matched > len(self._borders):
-                self._borders.append(self._border(self.matched))
-
-    def _border(self, length: int) -> int:
-        """Length of the longest text that both begins and ends the first `length` letters."""
-        border = self._borders[length - 2]
-        while border and self.text[border] != self.text[length - 1]:
-            border = self._borders[border - 1]
-        return border + (self.text[border] == self.text[length - 1])
+    def _extend(self, length: int, letter: str) -> int:
+        """How much of the string matches after one more letter, where `length` letters did before."""
+        while length and self.text[length] != letter:
+            length = self._borders[length - 1]
+        return length + (self.text[length] == letter)
 
 
 class StopScanner:

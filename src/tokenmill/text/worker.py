@@ -309,11 +309,7 @@ def run_tokenizer(settings: TextSettings, report: Report) -> None:
     tokenizer = Tokenizer.load(settings.model, or_bytes=settings.or_bytes)
     template = load_template(tokenizer, settings.chat_template)
     with _channels(settings, ToTokenizer) as channels:
-        report.ready(
-            has_chat_template=template is not None,
-            sampling_defaults=tokenizer.sampling_defaults,
-            vocab_size=tokenizer.vocab_size,
-        )
+        report.ready(sampling_defaults=tokenizer.sampling_defaults)
         tokenizer_loop(TokenizerStage(tokenizer, template), *channels)
 
 
@@ -321,7 +317,7 @@ def run_detokenizer(settings: TextSettings, report: Report) -> None:
     """The detokenizer process: load, report, work. Raises TokenmillError when the model cannot be used."""
     tokenizer = Tokenizer.load(settings.model, or_bytes=settings.or_bytes)
     with _channels(settings, ToDetokenizer) as channels:
-        report.ready(vocab_size=tokenizer.vocab_size)
+        report.ready()
         detokenizer_loop(DetokenizerStage(tokenizer), *channels)
 
 
