@@ -13,7 +13,7 @@ from tokenmill.hub import resolve_model
 def default_model() -> Path:
     """The default model's .gguf, fetched once into the cache by whichever test process is first."""
     try:
-        return resolve_model("smollm2-135m").path
+        return resolve_model("smollm2-135m")
     except TokenmillError as error:
         pytest.fail(error.message, pytrace=False)
 

@@ -132,7 +132,7 @@ def index(packaged: tuple[Path, PackagedModel], monkeypatch: pytest.MonkeyPatch)
 def _resolve(model: PackagedModel, cache: Path) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TOKENMILL_CACHE", str(cache))
-        return resolve_model("tiny", aliases={"tiny": model}).path
+        return resolve_model("tiny", aliases={"tiny": model})
 
 
 def _left(cache: Path) -> list[str]:
@@ -167,7 +167,7 @@ class TestAlias:
         code = (
             "from tokenmill.hub import PackagedModel, resolve_model\n"
             f"model = {packaged[1]!r}\n"
-            "print(resolve_model('tiny', aliases={'tiny': model}).path)"
+            "print(resolve_model('tiny', aliases={'tiny': model}))"
         )
         command, environment = [sys.executable, "-c", code], {**os.environ, "TOKENMILL_CACHE": str(tmp_path)}
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -294,13 +294,12 @@ class TestCacheTrouble:
 class TestLocal:
     def test_gguf_file(self, tmp_path: Path) -> None:
         (tmp_path / "m.gguf").write_bytes(b"GGUF\x03\0\0\0")
-        assert resolve_model(str(tmp_path / "m.gguf")).path == tmp_path / "m.gguf"
+        assert resolve_model(str(tmp_path / "m.gguf")) == tmp_path / "m.gguf"
 
     def test_folder(self, tmp_path: Path) -> None:
         (tmp_path / "config.json").touch()
         (tmp_path / "model.safetensors").touch()
-        files = resolve_model(str(tmp_path))
-        assert (files.name, files.path) == (str(tmp_path), tmp_path)
+        assert resolve_model(str(tmp_path)) == tmp_path
 
     def test_file_that_is_no_gguf(self, tmp_path: Path) -> None:
         (tmp_path / "m.gguf").touch()
@@ -367,13 +366,13 @@ class TestHub:
     def test_only_the_needed_files_of_a_revision(self, calls: list[dict[str, Any]], tmp_path: Path) -> None:
         (tmp_path / "config.json").touch()
         (tmp_path / "model.safetensors").touch()
-        assert resolve_model("org/name@v1.0").path == tmp_path
+        assert resolve_model("org/name@v1.0") == tmp_path
         assert (calls[0]["repo"], calls[0]["revision"]) == ("org/name", "v1.0")
         assert calls[0]["allow_patterns"] == ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
     def test_one_gguf(self, calls: list[dict[str, Any]], tmp_path: Path) -> None:
         (tmp_path / "q.Q4_0.gguf").write_bytes(b"GGUF")
-        assert resolve_model("org/name-GGUF:q.Q4_0.gguf").path == tmp_path / "q.Q4_0.gguf"
+        assert resolve_model("org/name-GGUF:q.Q4_0.gguf") == tmp_path / "q.Q4_0.gguf"
         assert calls[0]["allow_patterns"] == ["q.Q4_0.gguf"]
         assert calls[0]["revision"] is None
 

@@ -28,8 +28,8 @@ def pull(arguments: Sequence[str]) -> int:
     from tokenmill.flags import PullFlags, parse
     from tokenmill.hub import resolve_model
 
-    files = resolve_model(parse(PullFlags, "pull", arguments).model)
-    print(f"{files.name}: {files.path}")
+    model = parse(PullFlags, "pull", arguments).model
+    print(f"{model}: {resolve_model(model)}")
     return 0
 
 

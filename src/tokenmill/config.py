@@ -177,7 +177,7 @@ def resolve(raw: RunConfig, hardware: HardwareInfo, spec: ModelSpec) -> Resolved
     check_range("--threads", hardware.num_threads if engine.threads is None else engine.threads, 1, MAX_THREADS)
     check_range("--memory-fraction", share_of_memory, 0, 1)
     check_range("--reserve-ratio", scheduler.reserve_ratio, 0, 1)
-    dtype = resolve_dtype(raw, hardware)
+    dtype: DTypeName = hardware.fastest_dtype if raw.model.dtype == "auto" else raw.model.dtype
     num_pages = _num_pages(engine, share_of_memory, hardware, spec, dtype)
     config = ResolvedConfig(
         device=hardware.device,
@@ -206,11 +206,6 @@ def resolve(raw: RunConfig, hardware: HardwareInfo, spec: ModelSpec) -> Resolved
             "lower --num-pages, --page-size or --max-running"
         )
     return config
-
-
-def resolve_dtype(raw: RunConfig, hardware: HardwareInfo) -> DTypeName:
-    """The type of weights and K/V."""
-    return hardware.fastest_dtype if raw.model.dtype == "auto" else raw.model.dtype
 
 
 def _num_pages(engine: EngineConfig, share: float, hardware: HardwareInfo, spec: ModelSpec, dtype: DTypeName) -> int:

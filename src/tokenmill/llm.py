@@ -86,10 +86,10 @@ class LLM:
     def __init__(self, model: str | Path | RunConfig = DEFAULT_MODEL, **options: Any) -> None:
         run = _run_config(model, options)
         is_random = run.model.random_weights
-        files = resolve_model(run.model.model, needs_weights=not is_random)
-        tokenizer = Tokenizer.load(files.path, or_bytes=is_random)
+        path = resolve_model(run.model.model, needs_weights=not is_random)
+        tokenizer = Tokenizer.load(path, or_bytes=is_random)
         template = load_template(tokenizer, Path(run.model.chat_template) if run.model.chat_template else None)
-        self._engine, config, spec = load_engine(run, files.path, Group.solo())
+        self._engine, config, spec = load_engine(run, path, Group.solo())
         self._tokenizer_stage = TokenizerStage(
             tokenizer, template, wire.Limits(max_model_len=config.max_model_len, vocab_size=spec.vocab_size)
         )

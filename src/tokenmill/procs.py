@@ -46,7 +46,6 @@ class ProcessPlan:
 class Ready:
     """A child's word that it can work, with what it tells about itself."""
 
-    name: str
     pid: int
     info: dict[str, Any]
 
@@ -63,13 +62,12 @@ class Ended:
 class Report:
     """The child's line to its parent."""
 
-    def __init__(self, name: str, pipe: connection.Connection) -> None:
-        self._name = name
+    def __init__(self, pipe: connection.Connection) -> None:
         self._pipe = pipe
 
     def ready(self, **info: Any) -> None:
         """Tell the parent that this process can work; `info` must be picklable without tokenmill's heavy packages."""
-        self.send(Ready(self._name, os.getpid(), info))
+        self.send(Ready(os.getpid(), info))
 
     def send(self, message: Ready | str) -> None:
         """Tell the parent, unless it has gone; a string is why this process ends."""
@@ -217,7 +215,7 @@ def _run_child(plan: ProcessPlan, pipe: connection.Connection, parent: int) -> N
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     end_with_parent(plan.name, parent)
     log.configure(plan.name, plan.log_level)
-    report = Report(plan.name, pipe)
+    report = Report(pipe)
     try:
         target = pkgutil.resolve_name(plan.target) if isinstance(plan.target, str) else plan.target
         target(plan.settings, report)

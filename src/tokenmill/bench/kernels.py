@@ -39,13 +39,15 @@ def run(options: KernelOptions) -> None:
     for flag, size in sizes:
         if size is not None and size < 1:
             raise ConfigError(f"{flag} must be at least 1, not {size}")
-    files = resolve_model(options.run.model.model, needs_weights=False)
-    spec = read_spec(files.path) if files.path.is_dir() else open_checkpoint(files.path).spec
+    path = resolve_model(options.run.model.model, needs_weights=False)
+    spec = read_spec(path) if path.is_dir() else open_checkpoint(path).spec
     config = resolve(options.run, measure_hardware(options.run.engine.device), spec)
     place = torch.device(config.device)
     attention = make_backend(options.run.engine.attention, spec, getattr(torch, config.dtype), place)
     ops = make_ops("triton" if config.device == "cuda" else "reference", place)
-    report = Report(describe(files.name, dataclasses.replace(config, attention=attention.name)), as_json=options.json)
+    report = Report(
+        describe(options.run.model.model, dataclasses.replace(config, attention=attention.name)), as_json=options.json
+    )
     with closing(open_device(config)) as device:
         operations = Operations(spec, ops, attention, config, device.upload)
         cases = operations.cases(options.rows, options.context, options.prompt or PROMPT[config.device])

@@ -130,8 +130,8 @@ def run(options: OnlineOptions) -> None:
             raise ConfigError(f"{flag} must be over 0, not {number}")
     check_file(options.profile)
     config = options.run
-    files = resolve_model(config.model.model, needs_weights=not config.model.random_weights)
-    engine, resolved, spec = load_engine(config, files.path, Group.solo())
+    path = resolve_model(config.model.model, needs_weights=not config.model.random_weights)
+    engine, resolved, spec = load_engine(config, path, Group.solo())
     with closing(engine):
         report = Report(describe(config.model.model, resolved), as_json=options.json)
         shape = Shape(options.requests, LENGTHS, LENGTHS, options.requests)

@@ -66,10 +66,10 @@ def serve(run: RunConfig, server: ServerConfig, planner: Planner = plan_processe
         supervisor = Supervisor(server.start_timeout)
         try:
             app = partial(importlib.import_module, "tokenmill.server.running")
-            ready = supervisor.start(planner(run, server, model.path, directory), meanwhile=app)
+            ready = supervisor.start(planner(run, server, model, directory), meanwhile=app)
             from tokenmill.server.running import Running
 
-            running = Running(server, server.served_model_name or model.name, listener, directory, ready, began)
+            running = Running(server, server.served_model_name or run.model.model, listener, directory, ready, began)
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 return runner.run(running.run(supervisor))
         finally:

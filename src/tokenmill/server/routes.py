@@ -6,13 +6,13 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import metadata
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from tokenmill import __version__
 from tokenmill.errors import ModelNotFound, Overloaded
 from tokenmill.server.answer import Answer
 from tokenmill.server.client import EngineClient
@@ -32,7 +32,7 @@ class AppSettings:
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     health_timeout: float = 5.0
     created: int = field(default_factory=lambda: int(time.time()))
-    version: str = field(default_factory=lambda: metadata.version("tokenmill"))
+    version: str = __version__
 
 
 def make_router(client: EngineClient, settings: AppSettings) -> APIRouter:

@@ -12,13 +12,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 import zmq
 
+from tokenmill import __version__
 from tokenmill.config import ServerConfig
 from tokenmill.errors import Overloaded, TokenmillError, WorkerDied
 from tokenmill.procs import Ready, Supervisor
@@ -143,9 +143,8 @@ class Running:
         host, port = self.listener.getsockname()[:2]
         where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         seconds = time.monotonic() - self.began
-        version = metadata.version("tokenmill")
         try:
-            print(f"tokenmill {version}: {self.name} ready at {where} in {seconds:.1f} s; Ctrl-C stops", flush=True)
+            print(f"tokenmill {__version__}: {self.name} ready at {where} in {seconds:.1f} s; Ctrl-C stops", flush=True)
         except OSError:  # nobody reads it; the interpreter flushes once more at its end
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
