@@ -7,6 +7,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tokenmill import __version__
 from tokenmill.errors import TokenmillError
 from tokenmill.server.client import EngineClient
 from tokenmill.server.errors import RouteError, error_response
@@ -15,7 +16,7 @@ from tokenmill.server.routes import AppSettings, make_router
 
 def create_app(client: EngineClient, settings: AppSettings) -> FastAPI:
     """The HTTP API over one client."""
-    app = FastAPI(title="tokenmill", version=settings.version, redirect_slashes=False, redoc_url=None)
+    app = FastAPI(title="tokenmill", version=__version__, redirect_slashes=False, redoc_url=None)
     app.include_router(make_router(client, settings))
 
     @app.exception_handler(TokenmillError)

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from types import FrameType
 
 import uvloop
 
@@ -115,10 +114,7 @@ def private_directory() -> Iterator[Path]:
 @contextlib.contextmanager
 def _terminate_as_interrupt() -> Iterator[None]:
     # While processes start, SIGTERM must unwind like Ctrl-C, so that the directory and the children go too.
-    def interrupt(signum: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:

@@ -32,7 +32,6 @@ class AppSettings:
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     health_timeout: float = 5.0
     created: int = field(default_factory=lambda: int(time.time()))
-    version: str = __version__
 
 
 def make_router(client: EngineClient, settings: AppSettings) -> APIRouter:
@@ -75,7 +74,7 @@ def make_router(client: EngineClient, settings: AppSettings) -> APIRouter:
 
     @router.get("/version", summary="tokenmill's version")
     async def version() -> Response:
-        return json_response({"version": settings.version})
+        return json_response({"version": __version__})
 
     def _answer(request: Request, call: GenerationRequest, shape: Shape) -> Response:
         if call.model is not None:

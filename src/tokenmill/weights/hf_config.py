@@ -38,9 +38,8 @@ def spec_from_config(config: Mapping[str, Any], where: str) -> ModelSpec:
     head_dim = fields.whole("head_dim", max(1, hidden // heads))
     max_position = fields.whole("max_position_embeddings", 2048, most=MOST_POSITIONS)
     rope = _rope(fields, head_dim, max_position)
-    if fields.has("sliding_window") and fields.flag(
-        "use_sliding_window", True
-    ):  # within the window, attention is the same as without one
+    # Within the window, attention is the same as without one.
+    if fields.has("sliding_window") and fields.flag("use_sliding_window", True):
         max_position = min(max_position, fields.whole("sliding_window", most=MOST_POSITIONS))
     attention_bias = fields.flag("attention_bias")
     return check_spec(
