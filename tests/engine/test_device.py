@@ -8,7 +8,7 @@ from array import array
 import pytest
 import torch
 
-from tokenmill.engine.device import CpuDevice, measure_hardware, why_not_cuda
+from tokenmill.engine.device import CpuDevice, CudaDevice, measure_hardware, why_not_cuda
 from tokenmill.errors import ConfigError
 
 
@@ -78,3 +78,17 @@ def test_the_machine_is_measured_and_its_threads_left_as_allowed():
     assert hardware.num_threads == torch.get_num_threads() >= 1
     assert hardware.memory_bytes > 0
     assert hardware.fastest_dtype in ("float32", "bfloat16")
+
+
+def test_the_drivers_lack_of_memory_in_a_capture_is_torchs():
+    class Device(CudaDevice):
+        def __init__(self, error):
+            self._error = error
+
+        def _capture(self, work):
+            raise self._error
+
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+        Device(RuntimeError("CUDA error: out of memory")).capture(lambda: torch.empty(0))
+    with pytest.raises(RuntimeError, match="invalid"):
+        Device(RuntimeError("CUDA error: invalid argument")).capture(lambda: torch.empty(0))

@@ -56,6 +56,11 @@ def why_not_cuda() -> str | None:
     return None
 
 
+def finish_cuda_work() -> None:
+    """Wait for all streams: weights and tables are on their way on another than the engine's."""
+    torch.cuda.synchronize()
+
+
 def free_cuda_memory() -> int:
     """Bytes free on the device once torch's cache is given back."""
     torch.cuda.empty_cache()
@@ -276,6 +281,14 @@ class CudaDevice:
 
     def capture(self, work: Callable[[], Tensor]) -> Captured:
         """See `GraphDevice.capture`. All graphs share one pool, so one replay must end before the next begins."""
+        try:
+            return self._capture(work)
+        except RuntimeError as error:  # the driver's own, which is of another type than torch's
+            if "out of memory" in str(error).lower() and not isinstance(error, torch.OutOfMemoryError):
+                raise torch.OutOfMemoryError(str(error)) from error
+            raise
+
+    def _capture(self, work: Callable[[], Tensor]) -> Captured:
         work()  # loads kernels and makes library handles, which a capture must not
         self.stream.synchronize()
         free = torch.cuda.mem_get_info()[0]

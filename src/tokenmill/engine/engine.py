@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,6 +26,8 @@ from tokenmill.sampling.batch import SamplingTable
 from tokenmill.sampling.select import make_sampler
 from tokenmill.sched.plan import Row, StepPlan, StepResult
 from tokenmill.trace import Tracer
+
+CAPTURE_WAIT = 0.01  # seconds between two looks whether graphs may be captured
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ class ModelEngine:
         at_close: Callable[[], None] = lambda: None,
     ) -> None:
         self.config = config
-        self._at_close = at_close
+        self._may_capture, self._at_close = may_capture, at_close
         self.tracer: Tracer | None = None
         self._model, self._ops = model, ops
         self._attention = attention
@@ -81,9 +84,8 @@ class ModelEngine:
         self._graphs = self._mixed = None
         if config.graph_max_batch and isinstance(attention, GraphAttention):
             assert isinstance(device, GraphDevice)
-            budget = CaptureBudget(device, may_capture)
-            self._graphs = self._make_graphs(budget)
-            self._mixed = self._make_mixed(budget)
+            self._graphs = self._make_graphs(CaptureBudget(device, may_capture))
+            self._mixed = self._make_mixed(CaptureBudget(device, may_capture))
 
     def launch(self, plan: StepPlan) -> Handle:
         """Start a step and return at once; steps run in the order in which they are launched."""
@@ -100,7 +102,10 @@ class ModelEngine:
         self._graphs = self._mixed = None  # they hold this engine: what is frozen is in no garbage collection
 
     def prepare(self) -> bool:
-        """See `Engine.prepare`: captures a graph."""
+        """See `Engine.prepare`: captures a graph, or waits a moment for what keeps it from that."""
+        if self._graphs is not None and not self._may_capture():
+            time.sleep(CAPTURE_WAIT)
+            return True
         for graphs in (self._mixed, self._graphs):
             if graphs is not None and graphs.has_missing():
                 self._device.submit(graphs.capture_next).wait()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import logging
 import time
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from tokenmill.attention.select import make_backend
 from tokenmill.config import ELEMENT_SIZE, ResolvedConfig, RunConfig, resolve
 from tokenmill.engine.compiler import Rehearsal
-from tokenmill.engine.device import free_cuda_memory, measure_hardware, open_device
+from tokenmill.engine.device import finish_cuda_work, free_cuda_memory, measure_hardware, open_device
 from tokenmill.engine.engine import ModelEngine
 from tokenmill.engine.graphs import graph_bytes
 from tokenmill.engine.warm_up import WarmUp
@@ -65,13 +64,14 @@ def load_engine(
         _log(run, hardware, config, spec)
         parts = model, ops, attention, config, open_device(config)
         engine = ModelEngine(*parts, may_capture=warm_up.is_done, at_close=warm_up.cancel)
+        if config.device == "cuda":
+            finish_cuda_work()
         warm_up.wait(for_all=config.capture_first)
     except BaseException:
         warm_up.cancel()
         raise
     while config.capture_first and engine.prepare():
         pass
-    gc.freeze()  # what is loaded stays: collections beside steps need not look at it
     return engine, config, spec
 
 

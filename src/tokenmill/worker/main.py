@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from contextlib import ExitStack, closing
 
@@ -30,6 +31,8 @@ def run_scheduler(settings: SchedulerSettings, report: Report) -> None:
     from tokenmill.parallel.group import Group
 
     engine, config, spec = load_engine(settings.run, settings.model, Group.solo(), warm_up)
+    gc.collect()
+    gc.freeze()  # what is loaded stays: collections beside steps need not look at it
     with ExitStack() as stack:
         stack.enter_context(closing(engine))
         context = stack.enter_context(zmq.Context())
