@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tokenmill.types import SamplingParams
+from tokenmill.version import __version__
 
 if TYPE_CHECKING:
     from tokenmill.llm import LLM
 
-__version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "__version__"]
 
 

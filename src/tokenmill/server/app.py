@@ -7,11 +7,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokenmill import __version__
 from tokenmill.errors import TokenmillError
 from tokenmill.server.client import EngineClient
 from tokenmill.server.errors import RouteError, error_response
 from tokenmill.server.routes import AppSettings, make_router
+from tokenmill.version import __version__
 
 
 def create_app(client: EngineClient, settings: AppSettings) -> FastAPI:

@@ -12,7 +12,6 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from tokenmill import __version__
 from tokenmill.errors import ModelNotFound, Overloaded
 from tokenmill.server.answer import Answer
 from tokenmill.server.client import EngineClient
@@ -20,6 +19,7 @@ from tokenmill.server.errors import BodyTooLarge, ClientLeft, WrongContentType, 
 from tokenmill.server.protocol import GenerationRequest, check_request_id, decode_body, parse_chat, parse_completion
 from tokenmill.server.schemas import CHAT_BODY, COMPLETION_BODY
 from tokenmill.server.shapes import ChatShape, CompletionShape, Shape
+from tokenmill.version import __version__
 
 
 @dataclass(frozen=True)

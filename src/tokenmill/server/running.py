@@ -18,13 +18,13 @@ from typing import Any
 import uvicorn
 import zmq
 
-from tokenmill import __version__
 from tokenmill.config import ServerConfig
 from tokenmill.errors import Overloaded, TokenmillError, WorkerDied
 from tokenmill.procs import Ready, Supervisor
 from tokenmill.server.app import create_app
 from tokenmill.server.client import EngineClient, Inbox
 from tokenmill.server.routes import AppSettings
+from tokenmill.version import __version__
 from tokenmill.wire.channel import PushChannel, address
 from tokenmill.wire.messages import Limits
 
