@@ -112,6 +112,8 @@ def _run(given: Sequence[str]) -> int:
         print(f"tokenmill: {error.message}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
+        # One that left an exec() of text, as dataclasses use, makes Python end by SIGINT; the next exec() clears that.
+        exec("")
         return INTERRUPTED
 
 
