@@ -70,10 +70,12 @@ def test_kernel_figures(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_online_figures(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    peak, poisson = run(tiny, capsys, "online", "--requests", "2", "--rate", "1000")
+    (given,) = run(tiny, capsys, "online", "--requests", "2", "--rate", "1000")
+    assert (given["load"], given["request_rate"]) == ("poisson", 1000)
+    peak, poisson = run(tiny, capsys, "online", "--requests", "2", "--share", "0.5")
     assert (peak["load"], poisson["load"]) == ("peak", "poisson")
-    assert poisson["request_rate"] == 1000
-    for line in (peak, poisson):
+    assert poisson["request_rate"] == peak["request_rate"] / 2
+    for line in (given, peak, poisson):
         assert line["requests"] == 2
         assert 0 < line["itl_p50_ms"] <= line["itl_p99_ms"]
         assert 0 < line["ttft_p50_ms"] <= line["ttft_p99_ms"]

@@ -5,6 +5,7 @@ Their prompts are ids, and their tokens count as served when their step is commi
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 import statistics
@@ -33,6 +34,7 @@ from tokenmill.worker.core import Core
 from tokenmill.worker.loop import make_loop
 
 LENGTHS = (100, 1024)
+WARM_UP_REQUESTS, WARM_UP_TOKENS = 8, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,7 @@ def peak_rate(served: Sequence[Served], max_running: int) -> float:
 
 
 def run(options: OnlineOptions) -> None:
-    """All requests at once, twice, of which the first is the warm-up; then at the rate, or at a share of the peak.
+    """Requests at a rate; or all at once, twice, of which the first is the warm-up, then at a share of that peak.
 
     Raises:
         TokenmillError: a number cannot work; what loading a model raises.
@@ -136,12 +138,17 @@ def run(options: OnlineOptions) -> None:
         report = Report(describe(config.model.model, resolved), as_json=options.json)
         shape = Shape(options.requests, LENGTHS, LENGTHS, options.requests)
         first, second, third = (shape.jobs(spec.vocab_size, options.seed, index) for index in range(3))
-        at_once = [0.0] * options.requests
-        drive(engine, resolved, Clients(first, at_once))
-        served = drive(engine, resolved, Clients(second, at_once))
-        peak = peak_rate(served, resolved.max_running) / statistics.mean(job.max_tokens for job in third)
-        _show("peak", peak, served, report)
-        rate = options.share * peak if options.rate is None else options.rate
+        if options.rate is not None:
+            few = [dataclasses.replace(job, max_tokens=WARM_UP_TOKENS) for job in first[:WARM_UP_REQUESTS]]
+            drive(engine, resolved, Clients(few, [0.0] * len(few)))
+            rate = options.rate
+        else:
+            at_once = [0.0] * options.requests
+            drive(engine, resolved, Clients(first, at_once))
+            served = drive(engine, resolved, Clients(second, at_once))
+            peak = peak_rate(served, resolved.max_running) / statistics.mean(job.max_tokens for job in third)
+            _show("peak", peak, served, report)
+            rate = options.share * peak
         with profiled(options.profile, resolved.device, report) as tracer:
             engine.tracer = tracer
             times = poisson(options.requests, rate, options.seed)

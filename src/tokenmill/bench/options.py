@@ -51,9 +51,9 @@ class OnlineOptions(BenchOptions):
     requests: int = 512
     """Requests in all, with prompts and outputs of 100 to 1024 tokens."""
     rate: float | None = None
-    """Requests a second; auto is by --share."""
+    """Requests a second, after a short warm-up; auto is by --share."""
     share: float = 0.8
-    """Share of the peak throughput, which is measured first."""
+    """Share of the peak throughput, which is measured first, with all requests at once."""
     seed: int = 0
     """Decides lengths, contents and arrivals."""
     profile: Path | None = None

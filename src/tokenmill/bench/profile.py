@@ -41,7 +41,10 @@ def check_file(path: Path | None) -> None:
     """
     try:
         if path is not None:
+            is_new = not path.exists()
             path.touch()
+            if is_new:
+                path.unlink()
     except OSError as error:
         raise ConfigError(f"--profile {path} cannot be written: {error.strerror}") from None
 
