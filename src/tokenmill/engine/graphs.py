@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 class Draw(enum.Enum):
     """What a graph ends with."""
 
-    PLAIN = "ids, no row has top_k or top_p"
+    PLAIN = "ids, no row has top_k, top_p or min_p"
     FILTERED = "ids"
     LOGITS = "logits, for rows whose logits are adjusted before the draw"
 
@@ -66,7 +66,7 @@ def graph_bytes(spec: ModelSpec, most: int, most_tokens: int, element_size: int)
 
 
 class CaptureBudget:
-    """When a graph may be captured: while there is memory, and captures took steps a small share of the time.
+    """When graphs of one kind may be captured: while there is memory, and captures took a small share of the time.
 
     Nothing is captured while `is_open()` is false.
     """
@@ -105,7 +105,7 @@ class CaptureBudget:
         except torch.OutOfMemoryError:
             self._has_room = False
             log.warning(
-                "no memory for a CUDA graph of %s: none is captured any more, steps that lack one are slower; "
+                "no memory for a CUDA graph of %s: no more of its kind are captured, steps that lack one are slower; "
                 "lower --memory-fraction or --graph-max-batch",
                 what,
             )

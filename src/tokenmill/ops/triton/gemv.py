@@ -94,7 +94,7 @@ def _gemv_kernel(
                 loaded = tl.load(pointers, eviction_policy="evict_first")
             else:
                 loaded = tl.load(pointers, mask=is_line & (at < INPUTS), other=0.0)
-            held = _with(held, loaded)
+            held = appended(held, loaded)
         if step >= AHEAD:
             at = (step - AHEAD) * BLOCK_K + tl.arange(0, BLOCK_K)[None, None, :]
             value = tl.load(x + row * INPUTS + at, mask=(at < INPUTS) & (row < ROWS), other=0.0).to(tl.float32)
@@ -120,7 +120,8 @@ def _gemv_kernel(
 
 
 @triton.jit
-def _with(values, value):
+def appended(values, value):
+    """A tuple and one value more."""
     return values + (value,)  # noqa: RUF005  (no unpacking in kernels)
 
 

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tokenmill.ops.triton.gemv import appended
 from tokenmill.ops.triton.launch import pdl_options
 
 MAX_ROWS = 256
@@ -118,13 +119,13 @@ def _product_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     held, factors, values = (), (), ()
     for step in tl.static_range(HELD):
-        held = _with(held, _load(weight, is_line, k + step * BLOCK_K, INPUTS, IS_EVEN, IS_EVEN))
+        held = appended(held, _load(weight, is_line, k + step * BLOCK_K, INPUTS, IS_EVEN, IS_EVEN))
         if norm_weight is not None:
-            factors = _with(factors, _load(norm_weight, k >= 0, k + step * BLOCK_K, INPUTS, IS_EVEN, IS_EVEN))
+            factors = appended(factors, _load(norm_weight, k >= 0, k + step * BLOCK_K, INPUTS, IS_EVEN, IS_EVEN))
     if PDL:
         tl.extra.cuda.gdc_wait()
     for step in tl.static_range(HELD):
-        values = _with(values, _load(x, is_row, k + step * BLOCK_K, INPUTS, IS_EVEN, False))
+        values = appended(values, _load(x, is_row, k + step * BLOCK_K, INPUTS, IS_EVEN, False))
     for step in tl.static_range(HELD):
         factor = None if norm_weight is None else factors[step]
         total, squares = _add(total, squares, values[step], held[step], factor, SWAP)
@@ -152,11 +153,6 @@ def _product_kernel(
         # `out` is `residual`: the program that writes an element is the only one that reads it.
         total += tl.load(residual + place, mask=is_place, other=0.0).to(tl.float32)
     tl.store(out + place, total.to(out.dtype.element_ty), mask=is_place)
-
-
-@triton.jit
-def _with(values, value):
-    return values + (value,)  # noqa: RUF005  (no unpacking in kernels)
 
 
 @triton.jit
