@@ -71,7 +71,7 @@ class EngineConfig:
     graph_max_batch: int = 256
     """Largest step of decode rows that is replayed as a CUDA graph; 0 turns graphs off."""
     capture_first: bool = False
-    """Capture CUDA graphs of plain draws (no top_k, top_p, min_p, bias) before the server is ready, not behind traffic."""
+    """Capture CUDA graphs of plain draws (no top_k, top_p, min_p or bias) before the server is ready, not later."""
     debug_checks: bool = False
     """Check page ownership after every step, and sampled ids for range. Slow."""
 

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.tiny_models import make_tiny_llama
 from tokenmill import cli
+from tokenmill.bench.profile import check_file
 
 KERNELS = {
     "copy",
@@ -105,3 +106,11 @@ def test_without_a_kind_the_kinds_are_named(capsys: pytest.CaptureFixture[str]) 
     assert "offline,kernels,online" in capsys.readouterr().err
     assert cli.main(["bench", "--help"]) == 0
     assert "offline,kernels,online" in capsys.readouterr().out
+
+
+def test_a_trace_file_is_there_when_there_is_a_trace(tmp_path: Path) -> None:
+    check_file(tmp_path / "trace.json")
+    assert not (tmp_path / "trace.json").exists()
+    (tmp_path / "old.json").write_text("old")
+    check_file(tmp_path / "old.json")
+    assert (tmp_path / "old.json").read_text() == "old"

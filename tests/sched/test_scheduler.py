@@ -330,3 +330,10 @@ def test_prompts_without_decode_rows_take_the_whole_budget():
     run = Run(num_pages=40_000, max_running=64, prefill_budget=8192, max_model_len=9000)
     run.add(0, range(8000), 5)
     assert [row.length for row in run.plan().rows] == [8000]
+
+
+def test_requests_admitted_in_one_step_count_what_each_other_is_expected_to_take():
+    run = Run(num_pages=16, page_size=4, max_running=8, prefill_budget=64, reserve_ratio=1.0)
+    for uid in range(3):
+        run.add(uid, [uid] * 4, 24)  # seven pages in the end, one now
+    assert [row.uid for row in run.plan().rows] == [0, 1]
