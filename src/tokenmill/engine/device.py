@@ -8,7 +8,6 @@ import threading
 import time
 from array import array
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -258,6 +257,7 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self.stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._graph_pool = torch.cuda.graph_pool_handle()
+        self._keepers: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by pool
 
     def upload(self, numbers: array[int]) -> Tensor:
         """See `Device.upload`."""
@@ -294,11 +294,16 @@ class CudaDevice:
         free = torch.cuda.mem_get_info()[0]
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self._graph_pool, capture_error_mode="thread_local")
+        # Torch ends a pool with the last of its graphs, and takes its handle no more: one stays, captured or failed.
+        self._keepers.setdefault(self._graph_pool, graph)
         try:
             output = work()
         except BaseException:
-            with suppress(RuntimeError):  # of the capture that the error has broken
+            try:
                 graph.capture_end()
+            except RuntimeError:  # the error broke the capture: torch holds on to graph and pool as if it went on
+                self._keepers[self._graph_pool] = graph
+                self._graph_pool = torch.cuda.graph_pool_handle()
             raise
         graph.capture_end()
         return Captured(graph.replay, output, free - torch.cuda.mem_get_info()[0])
