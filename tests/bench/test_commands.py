@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.tiny_models import make_tiny_llama
 from tokenmill import cli
@@ -35,13 +36,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_llama(tmp_path_factory.mktemp("tiny"), max_position=2304)
 
 
-def run(tiny: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
-    given = ["bench", arguments[0], "--model", str(tiny), "--dtype", "float32", "--device", "cpu", "--json"]
+def run(tiny: Path, capsys: pytest.CaptureFixture[str], *arguments: str, device: str = "cpu") -> list[dict[str, Any]]:
+    given = ["bench", arguments[0], "--model", str(tiny), "--dtype", "float32", "--device", device, "--json"]
     assert cli.main([*given, *arguments[1:]]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     for line in lines:
         assert line["setup"]["model"] == str(tiny)
-        assert {"dtype", "device", "threads", "attention", "tokenmill", "python", "torch"} <= set(line["setup"])
+        assert {"dtype", "device", "attention", "tokenmill", "python", "torch"} <= set(line["setup"])
+        assert ("threads" in line["setup"]) is (device == "cpu")
     return lines
 
 
@@ -68,6 +70,14 @@ def test_kernel_figures(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     query_and_output = 2 * 4 * 16 * 4
     assert [its["bytes"] for its in decodes] == [n * (70 * one_token + query_and_output) for n in (1, 3)]
     assert all(its["us"] > 0 and its["gb_s"] > 0 for its in lines if its["operation"] != "copy")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_kernel_figures_of_a_gpu(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = run(tiny, capsys, "kernels", "--rows", "3", "--context", "70", "--prompt", "40", device="cuda")
+    fused = {"rope + decode attention", "rope + decode attention, ragged"}
+    assert {its["operation"] for its in lines} == KERNELS | fused
+    assert all(its["us"] > 0 and its["share_of_copy"] > 0 for its in lines)
 
 
 def test_online_figures(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from tokenmill.bench.operations import Case, Operations
 from tokenmill.bench.options import KernelOptions
 from tokenmill.bench.report import Report, describe
 from tokenmill.config import resolve
-from tokenmill.engine.device import CpuDevice, CudaDevice, measure_hardware, open_device
+from tokenmill.engine.device import Device, GraphDevice, measure_hardware, open_device
 from tokenmill.engine.event_clock import EventClock
 from tokenmill.errors import ConfigError
 from tokenmill.hub import resolve_model
@@ -54,7 +54,7 @@ def run(options: KernelOptions) -> None:
         device.submit(partial(_measure, device, cases, report)).wait()
 
 
-def _measure(device: CpuDevice | CudaDevice, cases: Iterator[Case], report: Report) -> None:
+def _measure(device: Device, cases: Iterator[Case], report: Report) -> None:
     peak = None
     for case in cases:
         micros = _micros(device, case)
@@ -65,12 +65,12 @@ def _measure(device: CpuDevice | CudaDevice, cases: Iterator[Case], report: Repo
     report.table()
 
 
-def _micros(device: CpuDevice | CudaDevice, case: Case) -> float:
+def _micros(device: Device, case: Case) -> float:
     """The median time of one of the case's calls, in microseconds; all are done once before that."""
     calls: Sequence[Callable[[], object]] = case.calls
-    if case.is_captured and isinstance(device, CudaDevice):
+    if case.is_captured and isinstance(device, GraphDevice):
         calls = [device.capture(lambda: [call() for call in case.calls][-1]).replay]
-    clock = Clock() if isinstance(device, CpuDevice) else EventClock()
+    clock = EventClock() if device.torch_device.type == "cuda" else Clock()
     stamps = []
     for _ in range(1 + TRIALS):
         for call in calls:

@@ -106,8 +106,8 @@ class Operations:
         norm = Norm(self._random(spec.hidden_size), spec.norm_eps)
         yield Case("norm", rows, [partial(self._ops.rms_norm, x, norm)] * MOST_COPIES, 2 * x.nbytes)
         qkv, rotation, norms = self._qkv(rows)
-        kv, _ = self._pool(1, [rows])
-        places = torch.arange(rows, device=self._device)
+        kv, page_table = self._pool(1, [rows])
+        places = torch.arange(rows, dtype=page_table.dtype, device=self._device)
         call = partial(self._ops.prepare_qkv, qkv, rotation, norms, kv.keys[0], kv.values[0], places)
         yield Case("rope + K/V store", rows, [call] * MOST_COPIES, 2 * qkv.nbytes)
 
@@ -131,6 +131,7 @@ class Operations:
         kv, page_table = self._pool(layers, lengths)
         positions = [length - 1 for length in lengths]
         slots = torch.arange(rows, dtype=torch.int32, device=self._device)
+        is_captured = isinstance(attention, GraphAttention)
         if isinstance(attention, GraphAttention):
             at = torch.tensor(positions, dtype=torch.int32, device=self._device)
             metadata = attention.plan_decode(slots, at, page_table, self._page_size)
@@ -140,13 +141,14 @@ class Operations:
         query = self._random(rows, self._spec.num_heads, self._spec.head_dim)
         calls = [partial(attention.run, query, kv, layer, metadata) for layer in range(layers)]
         flops = 4 * query[0].numel() * sum(lengths)
-        yield Case(f"decode attention{suffix}", rows, calls, kv_bytes + 2 * query.nbytes, flops)
+        yield Case(f"decode attention{suffix}", rows, calls, kv_bytes + 2 * query.nbytes, flops, is_captured)
         if isinstance(attention, FusedAttention) and attention.prepares(metadata):
             qkv, rotation, norms = self._qkv(rows)
             calls = [
                 partial(attention.prepare_and_run, qkv, rotation, norms, kv, layer, metadata) for layer in range(layers)
             ]
-            yield Case(f"rope + decode attention{suffix}", rows, calls, kv_bytes + qkv.nbytes + query.nbytes, flops)
+            num_bytes = kv_bytes + qkv.nbytes + query.nbytes
+            yield Case(f"rope + decode attention{suffix}", rows, calls, num_bytes, flops, is_captured)
 
     def _prefill(self, name: str, length: int, prefix: int) -> Case:
         """Causal attention of one row of `length` tokens after `prefix` tokens, as steps of prompts do it."""

@@ -1,0 +1,66 @@
+"""Operations are captured where the engine captures them, and nothing crosses to the device meanwhile."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.support.graphs import CapturableAttention, RerunDevice
+from tests.support.tiny_models import make_tiny_llama
+from tokenmill import cli
+from tokenmill.attention.reference import ReferenceAttention
+from tokenmill.bench import kernels, operations
+
+NEVER_CAPTURED = {"copy", "prefill attention", "prefill on a prefix"}
+DECODE = {"decode attention", "decode attention, ragged"}
+
+
+class Device(RerunDevice):
+    """Refuses numbers while it captures."""
+
+    def __init__(self):
+        super().__init__()
+        self.is_capturing = False
+
+    def upload(self, numbers):
+        assert not self.is_capturing
+        return super().upload(numbers)
+
+    def capture(self, work):
+        self.is_capturing = True
+        try:
+            return super().capture(work)
+        finally:
+            self.is_capturing = False
+
+
+@pytest.mark.parametrize(
+    ("attention", "eager"), [(CapturableAttention, NEVER_CAPTURED), (ReferenceAttention, NEVER_CAPTURED | DECODE)]
+)
+def test_what_the_engine_captures_is_measured_in_a_graph(attention, eager, monkeypatch, capsys, tmp_path):
+    device, captured = Device(), []
+
+    class Attention(attention):
+        def plan(self, *arguments):
+            assert not device.is_capturing
+            return super().plan(*arguments)
+
+    def measure(device, case):
+        before = device.num_captures
+        micros = real_micros(device, case)
+        captured.append(device.num_captures - before)
+        return micros
+
+    real_micros = kernels._micros
+    monkeypatch.setattr(kernels, "TRIALS", 1)
+    monkeypatch.setattr(operations, "MOST_COPIES", 2)
+    monkeypatch.setattr(kernels, "_micros", measure)
+    monkeypatch.setattr(kernels, "open_device", lambda config: device)
+    monkeypatch.setattr(kernels, "make_backend", lambda *_: Attention(scale=0.25, token_elements=32))
+    model = make_tiny_llama(tmp_path, max_position=2304)
+    options = ["--device", "cpu", "--dtype", "float32", "--rows", "2", "--context", "20", "--prompt", "20", "--json"]
+    assert cli.main(["bench", "kernels", "--model", str(model), *options]) == 0
+    names = [json.loads(line)["operation"] for line in capsys.readouterr().out.splitlines()]
+    assert captured == [int(name not in eager) for name in names]
+    assert set(names) >= NEVER_CAPTURED | DECODE
