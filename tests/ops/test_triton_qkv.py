@@ -23,7 +23,7 @@ def rotation_of(positions: torch.Tensor, frequencies: torch.Tensor) -> Rotation:
 @pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.parametrize(
     ("tokens", "heads", "kv_heads", "head_dim", "rotary_dim"),
-    [(3, 2, 1, 8, 8), (2, 6, 2, 80, 64), (1, 5, 5, 16, 4), (70, 3, 1, 8, 8)],
+    [(3, 2, 1, 8, 8), (2, 6, 2, 80, 64), (1, 5, 5, 16, 4), (70, 3, 1, 8, 8), (65, 30, 5, 128, 128), (65, 5, 1, 96, 32)],
 )
 def test_prepare_qkv(tokens, heads, kv_heads, head_dim, rotary_dim, has_norms, dtype):
     qkv = random(tokens, heads + 2 * kv_heads, head_dim, dtype=dtype)
