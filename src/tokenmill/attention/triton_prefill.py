@@ -43,13 +43,13 @@ class PrefillSettings:
 
 
 def prefill_settings(group: int, head_dim: int, element_size: int) -> PrefillSettings:
-    """Measured on an H200 for 128 dimensions of bfloat16; larger tiles are cut to what shared memory holds."""
+    """For 128 dimensions of bfloat16 on an H200; larger tiles are cut to what shared memory holds."""
     least = max(16, int(triton.next_power_of_2(group)))
     if element_size > 2:
         return PrefillSettings(least, 32 if head_dim <= 64 else 16, 4, 2)
     if padded_dim(head_dim) > 128:
         return PrefillSettings(max(128, least), 64, 8, 2)
-    return PrefillSettings(max(128, least), 64, 4, 3)
+    return PrefillSettings(max(128, least), 64, 4, 2)
 
 
 def make_work(rows: Iterable[PrefillRow], block_queries: int) -> list[tuple[int, int, int, int]]:
@@ -112,76 +112,41 @@ def _attend(
     if count == 0:
         return
     context = first + count
-    members, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    members, numbers, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     steps, heads = members // GROUP, kv_head * GROUP + members % GROUP  # a query's grouped heads stand together
-    has_dim = dims < HEAD_DIM
-    is_output = (steps < count)[:, None] & has_dim[None, :]
+    has_dim = (dims < HEAD_DIM)[None, :]
+    is_output = (steps < count)[:, None] & has_dim
     places = heads[:, None] * HEAD_DIM + dims[None, :]
     query += first_token * query_stride
     q = tl.load(query + (steps * query_stride)[:, None] + places, mask=is_output, other=0.0)  # [member, dim]
     table = page_table + slot * table_stride
+    keys += kv_head * HEAD_DIM
+    values += kv_head * HEAD_DIM
     mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     largest = tl.full([BLOCK_M], -1e30, tl.float32)  # finite: infinity minus infinity is no number
     total = tl.zeros([BLOCK_M], tl.float32)
-    open_end = (first + 1) // BLOCK_N * BLOCK_N  # all queries see all positions before it
-    for begin in range(0, open_end, BLOCK_N):
-        mixed, largest, total = _attend_block(
-            mixed, largest, total, q, keys, values, kv_head, table, begin, context, first + steps, scale,
-            False, HEAD_DIM, BLOCK_D, BLOCK_N, PAGE_SIZE, KV_STRIDE, IS_WIDE,
-        )  # fmt: skip
-    for begin in range(open_end, context, BLOCK_N):
-        mixed, largest, total = _attend_block(
-            mixed, largest, total, q, keys, values, kv_head, table, begin, context, first + steps, scale,
-            True, HEAD_DIM, BLOCK_D, BLOCK_N, PAGE_SIZE, KV_STRIDE, IS_WIDE,
-        )  # fmt: skip
+    for begin in range(0, context, BLOCK_N):
+        # In place of what stands behind the context, and may never have been written, its last position is read.
+        place = tl.minimum(begin + numbers, context - 1)
+        page = tl.load(table + (begin if PAGE_SIZE % BLOCK_N == 0 else place) // PAGE_SIZE)
+        if IS_WIDE:
+            page = page.to(tl.int64)
+        offsets = (page * PAGE_SIZE + place % PAGE_SIZE) * KV_STRIDE  # [n]
+        offsets = offsets[:, None] + dims[None, :]
+        k = tl.load(keys + offsets) if HEAD_DIM == BLOCK_D else tl.load(keys + offsets, mask=has_dim, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [member, n]
+        if begin + BLOCK_N > first + 1:  # not all queries see the whole block
+            scores = tl.where((first + steps)[:, None] >= (begin + numbers)[None, :], scores, float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(scores, 1) * scale)
+        weights = tl.exp2(scores * scale - new_largest[:, None])
+        shrink = tl.exp2(largest - new_largest)
+        total = total * shrink + tl.sum(weights, 1)
+        v = tl.load(values + offsets) if HEAD_DIM == BLOCK_D else tl.load(values + offsets, mask=has_dim, other=0.0)
+        mixed = tl.dot(weights.to(v.dtype), v, mixed * shrink[:, None], input_precision="ieee")
+        largest = new_largest
     out += first_token * out_stride
-    mixed = (mixed / total[:, None]).to(out.dtype.element_ty)
+    mixed = (mixed * (1.0 / total)[:, None]).to(out.dtype.element_ty)
     tl.store(out + (steps * out_stride)[:, None] + places, mixed, mask=is_output)
-
-
-@triton.jit
-def _attend_block(
-    mixed, largest, total, q, keys, values, kv_head, table, begin, context, positions, scale,
-    IS_MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, KV_STRIDE: tl.constexpr, IS_WIDE: tl.constexpr,
-):  # fmt: skip
-    """One step of the running softmax. Unmasked blocks stand before every query: all their slots are written."""
-    dims = tl.arange(0, BLOCK_D)
-    place = begin + tl.arange(0, BLOCK_N)
-    is_written = place < context
-    has_dim = dims < HEAD_DIM
-    if PAGE_SIZE % BLOCK_N == 0:
-        page = tl.load(table + begin // PAGE_SIZE)
-    elif IS_MASKED:
-        page = tl.load(table + place // PAGE_SIZE, mask=is_written, other=0)
-    else:
-        page = tl.load(table + place // PAGE_SIZE)
-    if IS_WIDE:
-        page = page.to(tl.int64)
-    offsets = (page * PAGE_SIZE + place % PAGE_SIZE) * KV_STRIDE + kv_head * HEAD_DIM  # [n]
-    key_places = keys + offsets[None, :] + dims[:, None]
-    value_places = values + offsets[:, None] + dims[None, :]
-    if IS_MASKED:
-        k = tl.load(key_places, mask=is_written[None, :] & has_dim[:, None], other=0.0)  # [dim, n]
-    elif HEAD_DIM == BLOCK_D:
-        k = tl.load(key_places)
-    else:
-        k = tl.load(key_places, mask=has_dim[:, None], other=0.0)
-    scores = tl.dot(q, k, input_precision="ieee")  # [member, n]
-    if IS_MASKED:
-        scores = tl.where(positions[:, None] >= place[None, :], scores, float("-inf"))
-    new_largest = tl.maximum(largest, tl.max(scores, 1) * scale)
-    weights = tl.exp2(scores * scale - new_largest[:, None])
-    shrink = tl.exp2(largest - new_largest)
-    total = total * shrink + tl.sum(weights, 1)
-    if IS_MASKED:
-        v = tl.load(value_places, mask=is_written[:, None] & has_dim[None, :], other=0.0)  # [n, dim]
-    elif HEAD_DIM == BLOCK_D:
-        v = tl.load(value_places)
-    else:
-        v = tl.load(value_places, mask=has_dim[None, :], other=0.0)
-    mixed = tl.dot(weights.to(v.dtype), v, mixed * shrink[:, None], input_precision="ieee")
-    return mixed, new_largest, total
 
 
 def can_gather(head_dim: int, dtype: torch.dtype) -> bool:
