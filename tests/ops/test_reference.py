@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from tokenmill.errors import ConfigError
-from tokenmill.ops.api import HeadNorms, Norm, Ops, Rotation
+from tokenmill.ops.api import HeadNorms, Hidden, Norm, Ops, Rotation
 from tokenmill.ops.select import make_ops
 
 OPS = ["reference"]
@@ -38,20 +38,22 @@ def test_rms_norm_sums_wide(ops: Ops, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found, expected.to(dtype))
 
 
-def test_linear_takes_norm_and_residual(ops: Ops) -> None:
-    x, weight, bias, residual = random(3, 5), random(4, 5, seed=1), random(4, seed=2), random(3, 4, seed=3)
-    norm, kept = Norm(random(5, seed=4), 1e-5), residual.clone()
-    expected = residual + ops.rms_norm(x, norm) @ weight.T + bias
-    torch.testing.assert_close(ops.linear(x, weight, bias, norm=norm, residual=residual), expected)
-    assert torch.equal(residual, kept)
+def test_products_of_and_to_the_hidden_state(ops: Ops) -> None:
+    x, weight, bias, norm = random(3, 4), random(4, 4, seed=1), random(4, seed=2), Norm(random(4, seed=4), 1e-5)
+    hidden = Hidden(random(3, 4, seed=3))
+    expected = ops.rms_norm(hidden.value, norm) @ weight.T + bias
+    torch.testing.assert_close(ops.normed_linear(hidden, weight, bias, norm=norm), expected)
+    expected = hidden.value + x @ weight.T + bias
+    ops.add_linear(hidden, x, weight, bias)
+    torch.testing.assert_close(ops.settle(hidden), expected)
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_gated_linear(ops: Ops, has_bias: bool) -> None:
     x, weight, norm = random(3, 6), random(10, 6, seed=1), Norm(random(6, seed=2), 1e-5)
     bias = random(10, seed=3) if has_bias else None
-    gate, up = ops.linear(x, weight, bias, norm=norm).split(5, dim=-1)
-    torch.testing.assert_close(ops.gated_linear(x, weight, bias, norm=norm), gate / (1 + (-gate).exp()) * up)
+    gate, up = ops.normed_linear(Hidden(x), weight, bias, norm=norm).split(5, dim=-1)
+    torch.testing.assert_close(ops.gated_linear(Hidden(x), weight, bias, norm=norm), gate / (1 + (-gate).exp()) * up)
 
 
 def angles_of(tokens: int, rotary_dim: int) -> tuple[torch.Tensor, Rotation]:

@@ -26,6 +26,14 @@ def test_rms_norm(tokens, dim, dtype):
     assert_near(rms_norm(unaligned(x), weight, 0.3), REFERENCE.rms_norm(x, Norm(weight, 0.3)))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parts_are_added_before(dtype):
+    x, weight, parts = random(3, 100, dtype=dtype), random(100, seed=1, dtype=dtype), random(4, 3, 100, seed=2)
+    total = (x.float() + parts.sum(0)).to(dtype)
+    assert_near(rms_norm(x, weight, 0.3, parts=parts), REFERENCE.rms_norm(total, Norm(weight, 0.3)))
+    assert_near(x, total)
+
+
 def test_rows_of_a_wider_tensor():
     wide, weight = random(3, 90), random(40, seed=1)
     assert_near(rms_norm(wide[:, 7:47], weight, 1e-6), REFERENCE.rms_norm(wide[:, 7:47], Norm(weight, 1e-6)))

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from tests.ops.kernels import DEVICE, DTYPES, TOLERANCE, random, unaligned
 
 pytest.importorskip("triton")
-from tokenmill.ops.api import Norm
+from tokenmill.ops.api import Hidden, Norm
 from tokenmill.ops.reference import ReferenceOps
 from tokenmill.ops.triton.norm import rms_norm
 from tokenmill.ops.triton.ops import TritonOps
-from tokenmill.ops.triton.products import MAX_ROWS, ProductConfig, choose_product, product
+from tokenmill.ops.triton.products import MAX_ROWS, ProductConfig, choose_parts, choose_product, product
 
 LOOP = ProductConfig(16, 32, 32, 4)
 CONFIGS = {
@@ -94,6 +94,10 @@ def test_choices():
     assert grid_of(64, 34816, 5120, is_gated=True) is None  # two waves of programs and 8 more
     assert grid_of(64, 151936, 1024) == (64, 128, 64)
     assert grid_of(65, 151936, 1024) is None
+    assert grid_of(65, 4096, 1024) == (64, 64, 128)
+    assert grid_of(256, 4096, 1024) == (64, 128, 64)
+    assert grid_of(128, 6144, 1024, is_gated=True) == (64, 128, 64)
+    assert grid_of(256, 6144, 1024, is_gated=True) == (128, 128, 64)
     assert grid_of(257, 6144, 1024, is_gated=True) is None
 
 
@@ -104,26 +108,87 @@ def test_every_choice_can_be_computed(lines, inputs):
         if config is not None:
             assert config.block_k % (16 * config.groups) == 0
             assert config.groups == 1 or config.groups == config.num_warps
-            assert rows <= 64 or config.block_m == 128
+            assert rows <= 64 or config.block_m >= 64
     assert choices[0] is not None
 
 
+@pytest.mark.parametrize("splits", [2, 4])
+@pytest.mark.parametrize("name", ["loop", "swap", "held"])
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(18, 35, 128), (40, 32, 384)])
+def test_parts_sum_up_to_the_product(rows, outputs, inputs, name, splits):
+    x, weight = random(rows, inputs, dtype=BF16), random(outputs, inputs, seed=1, dtype=BF16)
+    config = dataclasses.replace(CONFIGS[name], splits=splits)
+    parts = product(unaligned(x), unaligned(weight), config)
+    assert parts.shape == (splits, rows, outputs)
+    wide = [(part.float(), its.float()) for part, its in zip(x.chunk(splits, 1), weight.chunk(splits, 1), strict=True)]
+    assert error_of(parts, torch.stack([part @ its.T for part, its in wide])) < 1e-5
+
+
+def test_nothing_else_is_done_to_parts():
+    config = dataclasses.replace(LOOP, splits=2)
+    with pytest.raises(ValueError, match="parts of a product"):
+        product(random(5, 64, dtype=BF16), random(9, 64, dtype=BF16), config, bias=random(9, dtype=BF16))
+
+
+def test_choices_of_parts():
+    assert choose_parts(16, 1024, 2048) is None  # held weights are faster
+    for rows, lines, inputs, splits in (
+        (17, 1024, 2048, 4),
+        (64, 1024, 3072, 8),
+        (65, 1024, 2048, 4),
+        (256, 1024, 3072, 4),
+    ):
+        assert choose_parts(rows, lines, inputs).splits == splits
+    assert choose_parts(32, 4096, 4096).splits == 2
+    assert choose_parts(33, 4096, 4096) is None
+    assert choose_parts(64, 4096, 14336).splits == 4
+    assert choose_parts(65, 4096, 14336) is None
+    assert choose_parts(257, 1024, 2048) is None
+    assert choose_parts(64, 576, 576) is None
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("has_norm", [False, True])
-@pytest.mark.parametrize("has_residual", [False, True])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("rows", [0, 2, 6, 40, 257])
-def test_ops_equal_the_reference(rows, has_bias, has_residual, has_norm, dtype):
+def test_ops_equal_the_reference(rows, has_bias, dtype):
     x, weight = random(rows, 24, dtype=dtype), random(10, 24, seed=1, dtype=dtype)
     bias = random(10, seed=2, dtype=dtype) if has_bias else None
-    residual = random(rows, 10, seed=3, dtype=dtype) if has_residual else None
     norm = Norm(random(24, seed=4, dtype=dtype), 1e-5)
     ours, twin = TritonOps(), ReferenceOps()
-    options = {"norm": norm if has_norm else None, "residual": residual}
-    expected = twin.linear(x, weight, bias, **options)  # first: the residual may be overwritten
-    assert_equal(ours.linear(x, weight, bias, **options), expected)
-    if not has_residual:
-        assert_equal(ours.gated_linear(x, weight, bias, norm=norm), twin.gated_linear(x, weight, bias, norm=norm))
+    assert_equal(ours.linear(x, weight, bias), twin.linear(x, weight, bias))
+    for name in ("normed_linear", "gated_linear"):
+        found, expected = (getattr(ops, name)(Hidden(x), weight, bias, norm=norm) for ops in (ours, twin))
+        assert_equal(found, expected)
+    added = [Hidden(random(rows, 10, seed=3, dtype=dtype)) for _ in (ours, twin)]
+    for ops, hidden in zip((ours, twin), added, strict=True):
+        ops.add_linear(hidden, x, weight, bias)
+    assert_equal(ours.settle(added[0]), twin.settle(added[1]))
+
+
+@pytest.mark.parametrize("reader", ["normed_linear", "gated_linear", "settle", "add_linear"])
+@pytest.mark.parametrize("rows", [17, 70])
+def test_parts_are_added_by_whoever_reads_the_hidden_state_next(rows, reader):
+    x, weight, norm = (
+        random(rows, 2048, dtype=BF16),
+        random(64, 2048, seed=1, dtype=BF16) / 45,
+        random(64, seed=2, dtype=BF16),
+    )
+    after, ours, twin = random(16, 64, seed=4, dtype=BF16), TritonOps(), ReferenceOps()
+    config = dataclasses.replace(LOOP, splits=4)
+    found, expected = (Hidden(random(rows, 64, seed=3, dtype=BF16)) for _ in range(2))
+    twin.add_linear(expected, x, weight)
+    found.parts = product(x, weight, config)
+    if reader in ("normed_linear", "gated_linear"):
+        results = [
+            getattr(ops, reader)(hidden, after, norm=Norm(norm, 1e-6))
+            for ops, hidden in ((ours, found), (twin, expected))
+        ]
+        assert_equal(*results)
+    elif reader == "add_linear":
+        for ops, hidden in ((ours, found), (twin, expected)):
+            ops.add_linear(hidden, x, weight)
+    assert_equal(ours.settle(found), twin.settle(expected))
+    assert found.parts is None
 
 
 def assert_equal(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -131,3 +196,12 @@ def assert_equal(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert found.dtype == expected.dtype
     if found.numel():
         assert error_of(found, expected) < TOLERANCE[found.dtype]
+
+
+def test_a_product_of_few_outputs_is_added_in_parts():
+    x, weight = random(20, 512, dtype=BF16), random(1024, 512, seed=1, dtype=BF16)
+    found, expected = (Hidden(random(20, 1024, seed=3, dtype=BF16)) for _ in range(2))
+    TritonOps().add_linear(found, x, weight)
+    assert found.parts.shape[0] == choose_parts(20, 1024, 512).splits
+    ReferenceOps().add_linear(expected, x, weight)
+    assert_equal(TritonOps().settle(found), expected.value)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tokenmill.attention.base import AttentionBackend, FusedAttention, GraphAttention, KVCache, RowLayout
 from tokenmill.config import ResolvedConfig
-from tokenmill.ops.api import HeadNorms, Norm, Ops, Rotation
+from tokenmill.ops.api import HeadNorms, Hidden, Norm, Ops, Rotation
 from tokenmill.sampling.batch import SamplingTable, Upload
 from tokenmill.sampling.select import make_sampler
 from tokenmill.spec import ModelSpec
@@ -85,13 +85,18 @@ class Operations:
         x, residual = self._random(rows, hidden), self._random(rows, hidden)
         norm = Norm(self._random(hidden), spec.norm_eps)
         from_heads, from_inner = self._random(rows, heads), self._random(rows, inner)
-        normed = partial(ops.linear, x, norm=norm)
-        gated = partial(ops.gated_linear, x, bias=None, norm=norm)
+        normed, gated = (partial(call, Hidden(x), norm=norm) for call in (ops.normed_linear, ops.gated_linear))
+
+        def added(x: Tensor, weight: Tensor) -> Tensor:
+            result = Hidden(residual)
+            ops.add_linear(result, x, weight)
+            return result.value
+
         for name, call, outputs, inputs, moved in (
             ("qkv product", normed, qkv, hidden, qkv),
-            ("output product", partial(ops.linear, from_heads, residual=residual), hidden, heads, 2 * hidden),
+            ("output product", partial(added, from_heads), hidden, heads, 2 * hidden),
             ("gate and up product", gated, 2 * inner, hidden, inner),
-            ("down product", partial(ops.linear, from_inner, residual=residual), hidden, inner, 2 * hidden),
+            ("down product", partial(added, from_inner), hidden, inner, 2 * hidden),
             ("logits product", normed, spec.vocab_size, hidden, spec.vocab_size),
         ):
             num_bytes = (outputs * inputs + rows * (inputs + moved)) * self._dtype.itemsize

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from tokenmill.attention.base import FusedAttention, KVCache
 from tokenmill.layers.batch import ForwardBatch
 from tokenmill.layers.build import Build, Source, Sources
 from tokenmill.layers.linear import ColumnParallelLinear, RowParallelLinear
-from tokenmill.ops.api import HeadNorms, Norm, Rotation
+from tokenmill.ops.api import HeadNorms, Hidden, Norm, Rotation
 from tokenmill.parallel.shard import Span, split_evenly, split_kv_heads
 
 
@@ -47,17 +45,17 @@ class Attention:
             build, spec.num_heads * dim, heads.scaled(dim), spec.hidden_size, bias=spec.attention_output_bias
         )
 
-    def __call__(self, x: Tensor, norm: Norm, rotation: Rotation, batch: ForwardBatch, kv: KVCache) -> Tensor:
-        """X + the output for normalised x, both [tokens, hidden]; writes the tokens' K and V to `kv`."""
+    def __call__(self, hidden: Hidden, norm: Norm, rotation: Rotation, batch: ForwardBatch, kv: KVCache) -> None:
+        """Add the output for the normalised hidden state to it; writes the tokens' K and V to `kv`."""
         heads, kv_heads, layer = self._num_heads, self._num_kv_heads, self._layer
-        qkv = self._qkv(x, norm).view(-1, heads + 2 * kv_heads, self._head_dim)
+        qkv = self._qkv(hidden, norm).view(-1, heads + 2 * kv_heads, self._head_dim)
         if self._fused is not None and self._fused.prepares(batch.attention):
             mixed = self._fused.prepare_and_run(qkv, rotation, self._norms, kv, layer, batch.attention)
         else:
             keys, values = kv.keys[layer], kv.values[layer]
             query = self._ops.prepare_qkv(qkv, rotation, self._norms, keys, values, batch.kv_slots)
             mixed = self._backend.run(query, kv, layer, batch.attention)  # [tokens, heads, head_dim]
-        return self._output(mixed.reshape(-1, heads * self._head_dim), x)
+        self._output(mixed.reshape(-1, heads * self._head_dim), hidden)
 
     def sources(self, names: AttentionNames) -> Sources:
         """Where the projections' and norms' tensors go."""

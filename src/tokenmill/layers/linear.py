@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from tokenmill.layers.build import Build, Source, Sources
-from tokenmill.ops.api import Norm
+from tokenmill.ops.api import Hidden, Norm
 from tokenmill.parallel.shard import Span
 
 
@@ -24,9 +24,9 @@ class ColumnParallelLinear:
         self.weight = build.parameter(outputs, inputs)
         self.bias = build.parameter(outputs) if bias else None
 
-    def __call__(self, x: Tensor, norm: Norm) -> Tensor:
-        """The product of normalised x [tokens, inputs]: [tokens, this rank's outputs]."""
-        return self._ops.linear(x, self.weight, self.bias, norm=norm)
+    def __call__(self, hidden: Hidden, norm: Norm) -> Tensor:
+        """The product of the normalised hidden state: [tokens, this rank's outputs]."""
+        return self._ops.normed_linear(hidden, self.weight, self.bias, norm=norm)
 
     def sources(self, names: Sequence[str]) -> Sources:
         """Where the parts' tensors go; `names` are the parts', in order."""
@@ -50,11 +50,14 @@ class RowParallelLinear:
         self.weight = build.parameter(outputs, share.size)
         self.bias = build.parameter(outputs) if bias else None
 
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """X [tokens, this rank's inputs] to residual + product [tokens, outputs], the same on every rank."""
-        if self._group.rank > 0:  # the sum must hold bias and residual once
-            return self._group.all_reduce(self._ops.linear(x, self.weight))
-        return self._group.all_reduce(self._ops.linear(x, self.weight, self.bias, residual=residual))
+    def __call__(self, x: Tensor, hidden: Hidden) -> None:
+        """Add the product of x [tokens, this rank's inputs] to the hidden state, the same on every rank."""
+        if self._group.rank == 0:
+            self._ops.add_linear(hidden, x, self.weight, self.bias)
+        else:  # the sum must hold bias and hidden state once
+            hidden.value = self._ops.linear(x, self.weight)
+        if self._group.size > 1:
+            hidden.value = self._group.all_reduce(self._ops.settle(hidden))
 
     def sources(self, name: str) -> Sources:
         """Where the tensors called `name` go."""

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from tokenmill.layers.build import Build, Sources
 from tokenmill.layers.linear import ColumnParallelLinear, RowParallelLinear
-from tokenmill.ops.api import Norm
+from tokenmill.ops.api import Hidden, Norm
 from tokenmill.parallel.shard import split_evenly
 
 
@@ -33,10 +31,10 @@ class GatedMLP:
         self._gate_up = ColumnParallelLinear(build, spec.hidden_size, parts, bias=spec.mlp_bias)
         self._down = RowParallelLinear(build, inner, share, spec.hidden_size, bias=spec.mlp_bias)
 
-    def __call__(self, x: Tensor, norm: Norm) -> Tensor:
-        """X + the output for normalised x; both [tokens, hidden]."""
+    def __call__(self, hidden: Hidden, norm: Norm) -> None:
+        """Add the output for the normalised hidden state to it."""
         joined = self._gate_up
-        return self._down(self._ops.gated_linear(x, joined.weight, joined.bias, norm=norm), x)
+        self._down(self._ops.gated_linear(hidden, joined.weight, joined.bias, norm=norm), hidden)
 
     def sources(self, names: MLPNames) -> Sources:
         """Where the projections' tensors go."""

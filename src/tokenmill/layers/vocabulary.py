@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokenmill.layers.build import Build, Source, Sources
-from tokenmill.ops.api import Norm
+from tokenmill.ops.api import Hidden, Norm
 from tokenmill.parallel.shard import split_vocabulary
 
 
@@ -28,9 +28,9 @@ class VocabularyMatrix:
         vectors = F.embedding((ids - self._tokens.start).masked_fill(is_elsewhere, 0), self.weight)
         return self._group.all_reduce(vectors.masked_fill_(is_elsewhere.unsqueeze(1), 0))
 
-    def logits(self, hidden: Tensor, norm: Norm) -> Tensor:
-        """Vectors [sampled, hidden], normalised first, to all logits [sampled, vocab] on every rank."""
-        logits = self._group.all_gather(self._ops.linear(hidden, self.weight, norm=norm))
+    def logits(self, hidden: Hidden, norm: Norm) -> Tensor:
+        """The hidden state of sampled tokens, normalised first, to all logits [sampled, vocab] on every rank."""
+        logits = self._group.all_gather(self._ops.normed_linear(hidden, self.weight, norm=norm))
         return logits[:, : self._vocab_size]
 
     def sources(self, name: str) -> Sources:

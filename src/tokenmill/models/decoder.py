@@ -14,6 +14,7 @@ from tokenmill.layers.mlp import GatedMLP, MLPNames
 from tokenmill.layers.norm import RMSNorm
 from tokenmill.layers.rope import RotaryEmbedding
 from tokenmill.layers.vocabulary import VocabularyMatrix
+from tokenmill.ops.api import Hidden
 from tokenmill.parallel.shard import split_kv_heads
 from tokenmill.spec import ModelSpec
 
@@ -37,7 +38,7 @@ class Decoder:
 
     def __init__(self, build: Build, names: DecoderNames) -> None:
         spec, group = build.spec, build.group
-        self._spec, self._names = spec, names
+        self._spec, self._names, self._ops = spec, names, build.ops
         self._num_kv_heads = split_kv_heads(spec.num_heads, spec.num_kv_heads, group.rank, group.size).size
         self._embedding = VocabularyMatrix(build)
         self._output = self._embedding if spec.tie_embeddings else VocabularyMatrix(build)
@@ -61,15 +62,15 @@ class Decoder:
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         """See `CausalLM.forward`."""
         rotation = self._rope.rotation(batch.positions)
-        x = self._embedding.embed(batch.input_ids)  # [tokens, hidden]
+        hidden = Hidden(self._embedding.embed(batch.input_ids))
         for attention_norm, attention, mlp_norm, mlp in zip(
             self._attention_norms, self._attentions, self._mlp_norms, self._mlps, strict=True
         ):
-            x = attention(x, attention_norm.norm, rotation, batch, kv)
-            x = mlp(x, mlp_norm.norm)
+            attention(hidden, attention_norm.norm, rotation, batch, kv)
+            mlp(hidden, mlp_norm.norm)
         if batch.logits_indices is not None:
-            x = x.index_select(0, batch.logits_indices)
-        return self._output.logits(x, self._final_norm.norm)
+            hidden.value = self._ops.settle(hidden).index_select(0, batch.logits_indices)
+        return self._output.logits(hidden, self._final_norm.norm)
 
     def sources(self) -> Sources:
         """Where every tensor of a checkpoint goes."""

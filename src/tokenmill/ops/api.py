@@ -33,6 +33,14 @@ class HeadNorms:
     eps: float
 
 
+@dataclass(slots=True)
+class Hidden:
+    """The hidden state of a step's tokens: `value`, to which `parts` are yet to be added."""
+
+    value: Tensor  # [tokens, hidden]
+    parts: Tensor | None = None  # [parts, tokens, hidden] float32
+
+
 class Ops(Protocol):
     """Leaf compute. Results have the type of the first argument; sums are taken in float32 or wider."""
 
@@ -61,30 +69,20 @@ class Ops(Protocol):
         `factor` multiplies cosines and sines. Either is as exact as torch's in float32.
         """
 
-    def linear(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        *,
-        norm: Norm | None = None,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        """Multiply x [tokens, in], normalised by `norm`, by weight [out, in] transposed; add bias and residual.
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Multiply x [tokens, in] by weight [out, in] transposed, add bias [out]: [tokens, out]."""
 
-        Args:
-            x: [tokens, in].
-            weight: [out, in].
-            bias: [out], or None.
-            norm: applied to x first, or None.
-            residual: [tokens, out], or None. The result may be written over it: use it no more.
+    def normed_linear(self, hidden: Hidden, weight: Tensor, bias: Tensor | None = None, *, norm: Norm) -> Tensor:
+        """`linear` of the normalised hidden state, which is settled in passing."""
 
-        Returns:
-            [tokens, out].
-        """
+    def gated_linear(self, hidden: Hidden, weight: Tensor, bias: Tensor | None = None, *, norm: Norm) -> Tensor:
+        """silu(gate) * up, where [tokens, 2 * out] = (gate, up) = normed_linear(hidden, weight, bias, norm=norm)."""
 
-    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, norm: Norm) -> Tensor:
-        """silu(gate) * up, where [tokens, 2 * out] = (gate, up) = linear(x, weight, bias, norm=norm)."""
+    def add_linear(self, hidden: Hidden, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Add `linear(x, weight, bias)` to the hidden state, whose value may be overwritten."""
+
+    def settle(self, hidden: Hidden) -> Tensor:
+        """Add the parts of a hidden state; its value [tokens, hidden]."""
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         """Divide x [..., dim] by its root mean square, multiply by the weight (Zhang and Sennrich 2019)."""

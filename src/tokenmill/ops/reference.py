@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokenmill.ops.api import HeadNorms, Norm, Rotation
+from tokenmill.ops.api import HeadNorms, Hidden, Norm, Rotation
 
 
 class ReferenceOps:
@@ -30,23 +30,27 @@ class ReferenceOps:
         cos, sin = angles.cos() * factor, angles.sin() * factor
         return Rotation(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
 
-    def linear(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        *,
-        norm: Norm | None = None,
-        residual: Tensor | None = None,
-    ) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `Ops.linear`."""
-        product = F.linear(x if norm is None else self.rms_norm(x, norm), weight, bias)
-        return product if residual is None else product.add_(residual)
+        return F.linear(x, weight, bias)
 
-    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, norm: Norm) -> Tensor:
+    def normed_linear(self, hidden: Hidden, weight: Tensor, bias: Tensor | None = None, *, norm: Norm) -> Tensor:
+        """See `Ops.normed_linear`."""
+        return F.linear(self.rms_norm(self.settle(hidden), norm), weight, bias)
+
+    def gated_linear(self, hidden: Hidden, weight: Tensor, bias: Tensor | None = None, *, norm: Norm) -> Tensor:
         """See `Ops.gated_linear`."""
-        gate, up = self.linear(x, weight, bias, norm=norm).chunk(2, dim=-1)
+        gate, up = self.normed_linear(hidden, weight, bias, norm=norm).chunk(2, dim=-1)
         return F.silu(gate) * up
+
+    def add_linear(self, hidden: Hidden, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+        """See `Ops.add_linear`."""
+        hidden.value = F.linear(x, weight, bias).add_(self.settle(hidden))
+
+    def settle(self, hidden: Hidden) -> Tensor:
+        """See `Ops.settle`; these operations leave no parts."""
+        assert hidden.parts is None
+        return hidden.value
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         """See `Ops.rms_norm`."""

@@ -8,12 +8,12 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokenmill.ops.api import HeadNorms, Norm, Rotation
+from tokenmill.ops.api import HeadNorms, Hidden, Norm, Rotation
 from tokenmill.ops.triton.activation import silu_and_mul
 from tokenmill.ops.triton.gemv import GEMV_ROWS, choose_gemv, gemv
 from tokenmill.ops.triton.inputs import make_rotation, stage_tokens
 from tokenmill.ops.triton.norm import rms_norm
-from tokenmill.ops.triton.products import MAX_ROWS, choose_product, product
+from tokenmill.ops.triton.products import MAX_ROWS, choose_parts, choose_product, product
 from tokenmill.ops.triton.qkv import prepare_qkv
 
 WIDE_LINES = 16384  # of a weight, from where matrix units win at three rows already
@@ -42,25 +42,39 @@ class TritonOps:
         """See `Ops.rotation`."""
         return make_rotation(positions, frequencies, factor, pdl=self.has_pdl)
 
-    def linear(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        *,
-        norm: Norm | None = None,
-        residual: Tensor | None = None,
-    ) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `Ops.linear`."""
-        fused = self._fused(x, weight, bias, norm, residual)
-        return self._library(x, weight, bias, norm, residual) if fused is None else fused
+        fused = self._fused(x, weight, bias)
+        return F.linear(x, weight, bias) if fused is None else fused
 
-    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, norm: Norm) -> Tensor:
+    def normed_linear(self, hidden: Hidden, weight: Tensor, bias: Tensor | None = None, *, norm: Norm) -> Tensor:
+        """See `Ops.normed_linear`."""
+        fused = self._fused(hidden, weight, bias, norm=norm)
+        return F.linear(self._normed(hidden, norm), weight, bias) if fused is None else fused
+
+    def gated_linear(self, hidden: Hidden, weight: Tensor, bias: Tensor | None = None, *, norm: Norm) -> Tensor:
         """See `Ops.gated_linear`."""
-        fused = self._fused(x, weight, bias, norm, None, is_gated=True)
+        fused = self._fused(hidden, weight, bias, norm=norm, is_gated=True)
         if fused is None:
-            return silu_and_mul(self._library(x, weight, bias, norm, None), pdl=self._uses_pdl(x))
+            joined = F.linear(self._normed(hidden, norm), weight, bias)
+            return silu_and_mul(joined, pdl=self._uses_pdl(joined))
         return fused
+
+    def add_linear(self, hidden: Hidden, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+        """See `Ops.add_linear`."""
+        value = self.settle(hidden)
+        config = choose_parts(x.shape[0], *weight.shape) if bias is None and x.element_size() == 2 else None
+        if config is not None:
+            hidden.parts = product(x.contiguous(), weight, config, pdl=self._uses_pdl(x))
+        elif self._fused(x, weight, bias, residual=value) is None:
+            value.addmm_(x, weight.t()) if bias is None else value.add_(F.linear(x, weight, bias))
+
+    def settle(self, hidden: Hidden) -> Tensor:
+        """See `Ops.settle`."""
+        if hidden.parts is not None:
+            hidden.value.copy_(hidden.parts.sum(0).add_(hidden.value))
+            hidden.parts = None
+        return hidden.value
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         """See `Ops.rms_norm`."""
@@ -80,40 +94,35 @@ class TritonOps:
 
     def _fused(
         self,
-        x: Tensor,
+        x: Tensor | Hidden,
         weight: Tensor,
         bias: Tensor | None,
-        norm: Norm | None,
-        residual: Tensor | None,
         *,
+        norm: Norm | None = None,
+        residual: Tensor | None = None,
         is_gated: bool = False,
     ) -> Tensor | None:
-        x, rows, pdl = x.contiguous(), x.shape[0], self._uses_pdl(x)
-        lines, inputs = weight.shape
-        norm_weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        """A product by a kernel of this package, with all that stands around it; None: the library's is faster."""
+        value = x.value if isinstance(x, Hidden) else x
+        rows, (lines, inputs) = value.shape[0], weight.shape
         compute: Callable[..., Tensor]
         if rows <= 2 or (rows <= GEMV_ROWS and lines < WIDE_LINES):
             outputs = lines // 2 if is_gated else lines
-            compute = partial(gemv, config=choose_gemv(rows, outputs, inputs, is_gated=is_gated))
+            compute = partial(gemv, config=choose_gemv(rows, outputs, inputs, is_gated=is_gated), out=residual)
         else:
             config = choose_product(rows, lines, inputs, is_gated=is_gated)
-            if config is None or x.element_size() > 2:  # float32 is for checks: no matrix unit multiplies it exactly
+            if config is None or value.element_size() > 2:  # no matrix unit multiplies float32, for checks, exactly
                 return None
-            if norm_weight is not None and not config.fuses_norm(inputs):
-                x, norm_weight = rms_norm(x, norm_weight, eps, pdl=pdl), None
             compute = partial(product, config=config)
-        options = {"norm_weight": norm_weight, "eps": eps, "residual": residual, "is_gated": is_gated, "pdl": pdl}
-        return compute(x, weight, bias=bias, **options)
+            if isinstance(x, Hidden) and norm is not None and (x.parts is not None or not config.fuses_norm(inputs)):
+                value, norm = self._normed(x, norm), None
+        norm_weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        options = {"norm_weight": norm_weight, "eps": eps, "residual": residual, "is_gated": is_gated}
+        return compute(value.contiguous(), weight, bias=bias, pdl=self._uses_pdl(value), **options)
 
-    def _library(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm | None, residual: Tensor | None
-    ) -> Tensor:
-        if norm is not None:
-            x = rms_norm(x, norm.weight, norm.eps, pdl=self._uses_pdl(x))
-        if residual is not None and bias is None:
-            return residual.addmm_(x, weight.t())
-        result = F.linear(x, weight, bias)
-        return result if residual is None else result.add_(residual)
+    def _normed(self, hidden: Hidden, norm: Norm) -> Tensor:
+        value, parts, hidden.parts = hidden.value, hidden.parts, None
+        return rms_norm(value, norm.weight, norm.eps, parts=parts, pdl=self._uses_pdl(value))
 
     def _uses_pdl(self, x: Tensor) -> bool:
         return self.has_pdl and x.shape[0] <= MAX_ROWS

@@ -6,8 +6,9 @@ rows has ended, and normalisation, gate and residual are part of the kernel.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -25,7 +26,7 @@ class ProductConfig:
 
     The first `held` blocks of the weight are in registers before the wait for the kernel before; if they are the whole
     weight, normalisation is part of the product. With `groups` > 1 each warp has its own part of a block of inputs.
-    `swap` makes the weight the first operand.
+    `swap` makes the weight the first operand. With `splits` > 1 a program takes that part of the inputs.
     """
 
     block_m: int
@@ -36,6 +37,7 @@ class ProductConfig:
     held: int = 0
     groups: int = 1
     swap: bool = False
+    splits: int = 1
 
     def fuses_norm(self, inputs: int) -> bool:
         """Whether rows of so many inputs are normalised as part of the product."""
@@ -65,15 +67,47 @@ def choose_product(rows: int, lines: int, inputs: int, *, is_gated: bool = False
         config = ProductConfig(64, 64, 128, 4, num_stages=4, swap=True)
     elif rows <= 64:
         config = ProductConfig(64, 128, 64, 4, num_stages=5)
+    elif rows <= 128 and is_small and is_short:
+        gated, plain = (
+            ProductConfig(64, 128, 64, 4, num_stages=5),
+            ProductConfig(64, 64, 128, 4, num_stages=4, swap=True),
+        )
+        config = gated if is_gated else plain
     elif is_gated and rows <= 128:
         config = ProductConfig(128, 256, 64, 8)
     elif is_gated and rows <= MAX_ROWS and is_short:
         config = ProductConfig(128, 128, 64, 8, num_stages=4)
+    elif rows <= MAX_ROWS and is_small and is_short:
+        config = ProductConfig(64, 128, 64, 4, num_stages=5)
     else:
         return None
     programs = triton.cdiv(rows, config.block_m) * triton.cdiv(lines, config.block_n)
     keeps_busy = programs > 0.7 * PROCESSORS * triton.cdiv(programs, PROCESSORS)
     return config if keeps_busy or (rows <= 64 and is_small and is_short) else None
+
+
+def choose_parts(rows: int, lines: int, inputs: int) -> ProductConfig | None:
+    """The same for a product that is added to the hidden state, in parts; None: `choose_product` has a better one.
+
+    Cut along the inputs, a product of few outputs keeps all multiprocessors busy and reads less; the normalisation that
+    follows adds the parts in passing.
+    """
+    is_small, is_long = lines * inputs <= 1 << 22, inputs >= 3 * lines
+    if rows <= (16 if is_small else 8) or rows > MAX_ROWS:
+        return None
+    if rows <= 32:
+        config = ProductConfig(16 if is_small or rows <= 16 else 32, 64, 128, 4, num_stages=4, swap=True)
+    elif is_small:
+        config = ProductConfig(64, 64 if rows <= 128 else 128, 64, 4, num_stages=4)
+    elif is_long and rows <= 64:
+        config = ProductConfig(64, 64, 128, 4)
+    else:
+        return None
+    programs = triton.cdiv(triton.next_power_of_2(rows), config.block_m) * triton.cdiv(lines, config.block_n)
+    room = PROCESSORS if is_small or not is_long else 2 * PROCESSORS
+    fitting = (splits for splits in (8, 4, 2) if programs * splits <= room and inputs % (splits * config.block_k) == 0)
+    splits = next(fitting, 1)
+    return replace(config, splits=splits) if splits > 1 and programs * splits > 0.7 * room else None
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -88,6 +122,7 @@ def _product_kernel(
     lines,
     eps,
     INPUTS: tl.constexpr,
+    PART: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -112,27 +147,28 @@ def _product_kernel(
         k = (tl.arange(0, GROUPS) * (BLOCK_K // GROUPS))[:, None, None] + tl.arange(0, BLOCK_K // GROUPS)[None, None, :]
         at_m, at_line = m[None, :, None], line[None, :, None]
         total, squares = tl.zeros([GROUPS, FIRST, SECOND], tl.float32), tl.zeros([GROUPS, BLOCK_M], tl.float32)
-    x += at_m * INPUTS
-    weight += at_line.to(tl.int64) * INPUTS
+    part = tl.program_id(2)
+    x += at_m * INPUTS + part * PART
+    weight += at_line.to(tl.int64) * INPUTS + part * PART
     is_row, is_line = at_m < rows, at_line < lines
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     held, factors, values = (), (), ()
     for step in tl.static_range(HELD):
-        held = appended(held, _load(weight, is_line, k + step * BLOCK_K, INPUTS, IS_EVEN, IS_EVEN))
+        held = appended(held, _load(weight, is_line, k + step * BLOCK_K, PART, IS_EVEN, IS_EVEN))
         if norm_weight is not None:
-            factors = appended(factors, _load(norm_weight, k >= 0, k + step * BLOCK_K, INPUTS, IS_EVEN, IS_EVEN))
+            factors = appended(factors, _load(norm_weight, k >= 0, k + step * BLOCK_K, PART, IS_EVEN, IS_EVEN))
     if PDL:
         tl.extra.cuda.gdc_wait()
     for step in tl.static_range(HELD):
-        values = appended(values, _load(x, is_row, k + step * BLOCK_K, INPUTS, IS_EVEN, False))
+        values = appended(values, _load(x, is_row, k + step * BLOCK_K, PART, IS_EVEN, False))
     for step in tl.static_range(HELD):
         factor = None if norm_weight is None else factors[step]
         total, squares = _add(total, squares, values[step], held[step], factor, SWAP)
-    if HELD * BLOCK_K < INPUTS:  # an empty loop would be compiled too
-        for start in range(HELD * BLOCK_K, INPUTS, BLOCK_K):
-            w = _load(weight, is_line, start + k, INPUTS, IS_EVEN, IS_EVEN)
-            value = _load(x, is_row, start + k, INPUTS, IS_EVEN, False)
+    if HELD * BLOCK_K < PART:  # an empty loop would be compiled too
+        for start in range(HELD * BLOCK_K, PART, BLOCK_K):
+            w = _load(weight, is_line, start + k, PART, IS_EVEN, IS_EVEN)
+            value = _load(x, is_row, start + k, PART, IS_EVEN, False)
             total, squares = _add(total, squares, value, w, None, SWAP)
     if GROUPS > 1:
         total, squares = tl.sum(total, 0), tl.sum(squares, 0)
@@ -147,7 +183,7 @@ def _product_kernel(
     WIDTH: tl.constexpr = total.shape[1]
     n = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)[None, :]
     outputs = lines // 2 if IS_GATED else lines
-    place = m[:, None] * outputs + n  # [BLOCK_M, WIDTH]
+    place = (part.to(tl.int64) * rows + m[:, None]) * outputs + n  # [BLOCK_M, WIDTH]
     is_place = (m[:, None] < rows) & (n < outputs)
     if residual is not None:
         # `out` is `residual`: the program that writes an element is the only one that reads it.
@@ -156,10 +192,10 @@ def _product_kernel(
 
 
 @triton.jit
-def _load(lines, is_line, at, INPUTS: tl.constexpr, IS_EVEN: tl.constexpr, IS_WHOLE: tl.constexpr):
+def _load(lines, is_line, at, PART: tl.constexpr, IS_EVEN: tl.constexpr, IS_WHOLE: tl.constexpr):
     if IS_WHOLE:
         return tl.load(lines + at)
-    return tl.load(lines + at, mask=is_line if IS_EVEN else is_line & (at < INPUTS), other=0.0)
+    return tl.load(lines + at, mask=is_line if IS_EVEN else is_line & (at < PART), other=0.0)
 
 
 @triton.jit
@@ -199,14 +235,21 @@ def product(
     outputs are (gate, up) and the result silu(gate) * up; `residual` is added. All tensors are contiguous.
 
     The arguments are those of `gemv`, but x has any number of rows, 16 bits an element; `config` is from
-    `choose_product` and must fuse the norm if there is one; and the result is written over `residual`.
+    `choose_product` and must fuse the norm if there is one; and the result is written over `residual`. From
+    `choose_parts`, the result is [parts, rows, outputs] float32, to be summed, of the plain product only.
     """
     rows, inputs = x.shape
-    lines = weight.shape[0]
+    lines, splits = weight.shape[0], config.splits
+    if splits > 1 and (bias is not None or norm_weight is not None or residual is not None or is_gated):
+        raise ValueError(f"{config}: nothing else can be done to the parts of a product")
     if norm_weight is not None and not config.fuses_norm(inputs):
         raise ValueError(f"{config} cannot normalise rows of {inputs}")
-    out = x.new_empty(rows, lines // 2 if is_gated else lines) if residual is None else residual
-    _product_kernel[triton.cdiv(rows, config.block_m), triton.cdiv(lines, config.block_n)](
+    if splits > 1:
+        out = x.new_empty(splits, rows, lines, dtype=torch.float32)
+    else:
+        out = x.new_empty(rows, lines // 2 if is_gated else lines) if residual is None else residual
+    part = inputs // splits
+    _product_kernel[triton.cdiv(rows, config.block_m), triton.cdiv(lines, config.block_n), splits](
         x,
         weight,
         bias,
@@ -217,13 +260,14 @@ def product(
         lines,
         eps,
         INPUTS=inputs,
+        PART=part,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
-        HELD=min(config.held, triton.cdiv(inputs, config.block_k)),
+        HELD=min(config.held, triton.cdiv(part, config.block_k)),
         GROUPS=config.groups,
         SWAP=config.swap,
-        IS_EVEN=lines % config.block_n == 0 and inputs % config.block_k == 0,
+        IS_EVEN=lines % config.block_n == 0 and part % config.block_k == 0,
         IS_GATED=is_gated,
         PDL=pdl,
         num_warps=config.num_warps,
