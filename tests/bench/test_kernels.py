@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from tests.support.graphs import CapturableAttention, RerunDevice
 from tests.support.tiny_models import make_tiny_llama
 from tokenmill import cli
 from tokenmill.attention.reference import ReferenceAttention
 from tokenmill.bench import kernels, operations
+from tokenmill.bench.operations import Case
 
 NEVER_CAPTURED = {"copy", "prefill attention", "prefill on a prefix"}
 DECODE = {"decode attention", "decode attention, ragged"}
@@ -54,6 +56,7 @@ def test_what_the_engine_captures_is_measured_in_a_graph(attention, eager, monke
 
     real_micros = kernels._micros
     monkeypatch.setattr(kernels, "TRIALS", 1)
+    monkeypatch.setattr(kernels, "GRAPH_CALLS", 3)
     monkeypatch.setattr(operations, "MOST_COPIES", 2)
     monkeypatch.setattr(kernels, "_micros", measure)
     monkeypatch.setattr(kernels, "open_device", lambda config: device)
@@ -64,3 +67,26 @@ def test_what_the_engine_captures_is_measured_in_a_graph(attention, eager, monke
     names = [json.loads(line)["operation"] for line in capsys.readouterr().out.splitlines()]
     assert captured == [int(name not in eager) for name in names]
     assert set(names) >= NEVER_CAPTURED | DECODE
+
+
+@pytest.mark.parametrize("is_captured", [True, False])
+def test_a_figure_is_the_time_of_one_call(is_captured, monkeypatch):
+    device, done = RerunDevice(), []
+
+    class Clock:
+        """A call takes a microsecond."""
+
+        def stamp(self):
+            return 1000 * len(done)
+
+        def nanoseconds(self, stamps):
+            return stamps
+
+    def call():
+        done.append(True)
+        return torch.zeros(1)
+
+    monkeypatch.setattr(kernels, "Clock", Clock)
+    assert kernels._micros(device, Case("five calls", 1, [call] * 5, 1, is_captured=is_captured)) == 1
+    assert device.num_captures == is_captured
+    device.close()
