@@ -63,6 +63,7 @@ def test_what_was_asked_for_is_kept():
         "max_running": 5,
         "prefill_budget": 7,
         "prefix_cache": False,
+        "eviction": "lfu",
         "reserve_ratio": 0.5,
         "max_waiting": 9,
     }

@@ -12,6 +12,7 @@ from typing import Literal
 from tokenmill.errors import ConfigError
 from tokenmill.spec import DTypeName, HardwareInfo, ModelSpec
 
+Eviction = Literal["lru", "lfu", "priority"]
 DEFAULT_MODEL = "smollm2-135m"
 ELEMENT_SIZE: dict[DTypeName, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 DEFAULT_POOL_TOKENS = 65536
@@ -90,6 +91,8 @@ class SchedulerConfig:
     """Most prompt tokens a step; longer prompts are cut into chunks. auto is 512, on CUDA 8192."""
     prefix_cache: bool = True
     """Keep K/V of finished requests for prompts that start alike."""
+    eviction: Eviction = "lru"
+    """Prefixes forgotten first: those used least recently, by fewest requests, or by requests of lowest priority."""
     reserve_ratio: float = 0.3
     """Share of running requests' remaining max_tokens that admission holds pages back for (0 to 1)."""
     max_waiting: int = 4096
@@ -144,6 +147,7 @@ class ResolvedConfig:
     batch_policy: Literal["mixed", "prefill-first"]
     loop: Literal["overlap", "serial"]
     prefix_cache: bool
+    eviction: Eviction
     reserve_ratio: float
     graph_max_batch: int
     capture_first: bool
@@ -193,6 +197,7 @@ def resolve(raw: RunConfig, hardware: HardwareInfo, spec: ModelSpec) -> Resolved
         batch_policy=scheduler.batch_policy,
         loop=scheduler.loop,
         prefix_cache=scheduler.prefix_cache,
+        eviction=scheduler.eviction,
         reserve_ratio=scheduler.reserve_ratio,
         graph_max_batch=min(engine.graph_max_batch, max_running) if hardware.device == "cuda" else 0,
         capture_first=engine.capture_first and hardware.device == "cuda",

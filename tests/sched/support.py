@@ -20,6 +20,7 @@ def make_config(**changes: Any) -> ResolvedConfig:
         "batch_policy": "mixed",
         "loop": "serial",
         "prefix_cache": True,
+        "eviction": "lru",
         "reserve_ratio": 0.0,
         "graph_max_batch": 0,
         "capture_first": False,

@@ -10,39 +10,86 @@ and `share` moves the border: with `known` pages of the prefix already in the tr
     [shared, known)  were private duplicates: the tree's pages take their place, the duplicates go behind the fence
     [known, full)    were private: they belong to the tree now, locked by the lease
     [full, ...)      stay private (the page that is not full, and what is not computed)
+
+A pin owns no page: it is one more lock on pages of the tree, with a time at which it ends. When pages are short,
+
+    first            prefixes that nobody uses or has pinned are evicted, in the order of the eviction policy
+    then             `extend` and `num_available` say that there are no more, so that requests wait or are retracted
+    last             pins end, the one with the least time left first, for a request that is open alone
+
+so that pins never keep a request waiting that fits the pool.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from dataclasses import dataclass
 
+from tokenmill.config import Eviction
+from tokenmill.errors import InvalidRequest
+from tokenmill.sched.dump import tree_as_dict
 from tokenmill.sched.pages import PagePool
-from tokenmill.sched.radix import TOKEN_BYTES, Node, RadixTree
+from tokenmill.sched.radix import TOKEN_BYTES, Node, RadixTree, path, salt_of
+
+MAX_PINS = 1024
+MAX_PINNED_SHARE = 0.5
 
 
 class Lease:
     """The pages of one running request, in order of position. Written only by PrefixCache."""
 
-    __slots__ = ("node", "pages", "salt", "shared")
+    __slots__ = ("node", "pages", "priority", "salt", "shared")
 
-    def __init__(self, salt: str) -> None:
+    def __init__(self, salt: str, priority: int = 0) -> None:
         self.salt = salt
+        self.priority = priority
         self.pages: list[int] = []
         self.shared = 0
         self.node: Node | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What the tree knows of some tokens, counted in tokens.
+
+    `known` is the prefix that it has, in whole pages; `hit` what a request with exactly these tokens would find;
+    `pinned` and `in_use` the parts of `known` that pins and requests protect.
+    """
+
+    known: int
+    hit: int
+    pinned: int
+    in_use: int
+
+
+@dataclass(slots=True)
+class CacheCounters:
+    """Totals since the start. A request that was retracted looks its tokens up again, and counts again."""
+
+    lookups: int = 0
+    hits: int = 0
+    misses: int = 0
+    lookup_tokens: int = 0
+    hit_tokens: int = 0
+    evicted_pages: int = 0
+    yielded_pins: int = 0
+
+
 class PrefixCache:
     """Hands out pages, finds and keeps shared prefixes. Lengths are in tokens; token ids are int32 bytes."""
 
-    def __init__(self, num_pages: int, page_size: int, *, is_enabled: bool = True) -> None:
+    def __init__(self, num_pages: int, page_size: int, *, is_enabled: bool = True, eviction: Eviction = "lru") -> None:
         self.page_size = page_size
         self.num_pages = num_pages
         self.is_enabled = is_enabled
+        self.counters = CacheCounters()
         self._pool = PagePool(num_pages)
-        self._tree = RadixTree(page_size)
+        self._tree = RadixTree(page_size, eviction)
         self._fence: deque[tuple[int, list[int]]] = deque()
         self._leases: dict[int, Lease] = {}
+        self._pins: dict[Node, int] = {}
+        self._next_expiry: float = math.inf
 
     @property
     def num_free(self) -> int:
@@ -56,8 +103,11 @@ class PrefixCache:
 
     @property
     def num_available(self) -> int:
-        """Pages that can be had now: free, or in the tree and used by nobody."""
-        return self._pool.num_free + self._tree.num_evictable
+        """Pages that a new request can have: free, or in the tree and neither in use nor pinned.
+
+        Pinned pages count while no request is open.
+        """
+        return self._pool.num_free + self._tree.num_evictable + (0 if self._leases else self._tree.num_pinned)
 
     def num_pages_for(self, length: int) -> int:
         """Pages that `length` tokens take."""
@@ -68,20 +118,22 @@ class PrefixCache:
 
         The last token is never part of a hit: its logits are needed.
         """
-        key = self._key(token_ids, len(token_ids) // TOKEN_BYTES - 1)
-        if not self.is_enabled or not key:
-            return 0, 0
-        return len(self._tree.match(key, salt)) * self.page_size, self._tree.num_unlocked(key, salt)
+        found = self._tree.walk(token_ids, self._key_end(len(token_ids) // TOKEN_BYTES - 1), salt)
+        available = sum([count for node, count in found if not (node.locks and self._leases)])
+        return sum([count for _, count in found]) * self.page_size, available
 
-    def open(self, uid: int, token_ids: bytes, salt: str) -> Lease:
+    def open(self, uid: int, token_ids: bytes, salt: str, priority: int = 0) -> Lease:
         """Start a request: its hit is locked and forms the first pages of the lease."""
-        lease = Lease(salt)
-        if self.is_enabled:
-            key = self._key(token_ids, len(token_ids) // TOKEN_BYTES - 1)
-            lease.node = self._tree.lock(key, salt)
-            lease.pages = self._tree.match(key, salt)
-            lease.shared = len(lease.pages)
-        self._leases[uid] = lease
+        lease = self._leases[uid] = Lease(salt, priority)
+        length = len(token_ids) // TOKEN_BYTES
+        lease.node, lease.pages = self._tree.lock(token_ids, self._key_end(length - 1), salt, priority)
+        lease.shared = len(lease.pages)
+        counters = self.counters
+        counters.lookups += 1
+        counters.hits += lease.shared > 0
+        counters.misses += not lease.shared
+        counters.lookup_tokens += length
+        counters.hit_tokens += lease.shared * self.page_size
         return lease
 
     def extend(self, lease: Lease, length: int) -> list[int] | None:
@@ -93,11 +145,12 @@ class PrefixCache:
         missing = self.num_pages_for(length) - len(lease.pages)
         if missing <= 0:
             return []
-        if missing > self.num_available:
+        if missing > self._pool.num_free + self._tree.num_evictable and not self._yield_pins(lease, missing):
             return None
         short = missing - self._pool.num_free
         if short > 0:
             self._pool.release(self._tree.evict(short))
+            self.counters.evicted_pages += short
         pages = self._pool.allocate(missing)
         lease.pages.extend(pages)
         return pages
@@ -120,6 +173,7 @@ class PrefixCache:
     def close(self, uid: int, token_ids: bytes, length: int) -> None:
         """End a request; the K/V of its first `length` tokens is computed. No step in flight may name it."""
         lease = self._leases.pop(uid)
+        assert lease.node is not None
         self._pool.release(self._hand_over(lease, token_ids, length))
         self._tree.unlock(lease.node)
         self._pool.release(lease.pages[lease.shared :])
@@ -129,51 +183,155 @@ class PrefixCache:
         while self._fence and self._fence[0][0] <= step:
             self._pool.release(self._fence.popleft()[1])
 
-    def flush(self) -> int:
-        """Forget every prefix that no request uses; returns the number of pages freed."""
-        pages = self._tree.evict(self._tree.num_pages)
+    def pin(self, token_ids: bytes, salt: str, until: int) -> int:
+        """Keep what is known of these tokens, in whole pages, from eviction until the time `until` in milliseconds.
+
+        Of two times for the same prefix the later one counts. A pin may end before, when a request needs its pages to
+        run at all.
+
+        Returns:
+            the tokens pinned.
+
+        Raises:
+            InvalidRequest: pins would take more of the pool than they may, or there are too many.
+        """
+        size, tree, pins = self.page_size, self._tree, self._pins
+        node = tree.pin(token_ids, self._key_end(len(token_ids) // TOKEN_BYTES), salt)
+        if node is None:
+            return 0
+        most, wanted = int(self.num_pages * MAX_PINNED_SHARE), tree.num_pinned
+        if wanted > most or (node not in pins and len(pins) >= MAX_PINS):
+            tree.unpin(node)
+            raise InvalidRequest(
+                f"with this one, {wanted * size} tokens in {len(pins) + 1} prefixes would be pinned; at most "
+                f"{most * size} of the K/V pool's {self.num_pages * size} tokens may be, in at most {MAX_PINS} "
+                "prefixes: unpin another, wait until one expires, or start the server with more --num-pages"
+            )
+        if node in pins:
+            tree.unpin(node)
+        pins[node] = max(until, pins.get(node, until))
+        self._next_expiry = min(self._next_expiry, until)
+        return sum(len(step.pages) for step in path(node)) * size
+
+    def unpin(self, token_ids: bytes, salt: str) -> int:
+        """End the pin of the longest pinned prefix of these tokens; returns its length in tokens, or 0."""
+        length = pinned = 0
+        last: Node | None = None
+        for node, count in self._tree.walk(token_ids, self._key_end(len(token_ids) // TOKEN_BYTES), salt):
+            length += count
+            if node in self._pins and count == len(node.pages):
+                last, pinned = node, length
+        if last is not None:
+            self._end_pin(last)
+        return pinned * self.page_size
+
+    def expire(self, now: int) -> None:
+        """End the pins whose time has come; `now` is in milliseconds, on the clock of `pin`."""
+        if now < self._next_expiry:
+            return
+        for node in [node for node, until in self._pins.items() if until <= now]:
+            self._end_pin(node)
+        self._next_expiry = min(self._pins.values(), default=math.inf)
+
+    def probe(self, token_ids: bytes, salt: str) -> Probe:
+        """What would be found of these tokens, and how it is protected. Changes nothing."""
+        length, size = len(token_ids) // TOKEN_BYTES, self.page_size
+        found = self._tree.walk(token_ids, self._key_end(length), salt)
+        known = size * sum(count for _, count in found)
+        return Probe(
+            known=known,
+            hit=min(known, max(0, length - 1) // size * size),
+            pinned=size * sum(count for node, count in found if node.pins),
+            in_use=size * sum(count for node, count in found if node.locks > node.pins),
+        )
+
+    def flush(self, salt: str | None = None, *, with_pins: bool = False) -> int:
+        """Forget what no request uses, of one salt or of all, pinned prefixes only if asked; returns pages freed."""
+        if with_pins:
+            for node in [node for node in self._pins if salt in (None, salt_of(node))]:
+                self._end_pin(node)
+        pages = self._tree.flush(salt)
         self._pool.release(pages)
         return len(pages)
+
+    def pages_by_owner(self) -> dict[str, int]:
+        """Pages of each owner, `free`, `tree`, `private` and `fence`; and of the tree's, `evictable` and `pinned`."""
+        fence = sum(len(pages) for _, pages in self._fence)
+        free, tree = self._pool.num_free, self._tree
+        owners = {"free": free, "tree": tree.num_pages, "private": self.num_pages - free - tree.num_pages - fence}
+        return owners | {"fence": fence, "evictable": tree.num_evictable, "pinned": tree.num_pinned}
+
+    def dump(self, *, max_nodes: int = 1000, max_depth: int = 32, has_salts: bool = False) -> dict[str, object]:
+        """The tree as JSON-able data (see ``sched.dump``)."""
+        tree = self._tree
+        top = {"page_size": self.page_size, "time": tree.clock, "pins": len(self._pins), **self.pages_by_owner()}
+        return top | tree_as_dict(tree.roots, self._pins, max_nodes, max_depth, has_salts=has_salts)
 
     def free_pages(self) -> tuple[int, ...]:
         """The pages in the free list, for checks."""
         return self._pool.free_pages()
 
     def check(self) -> None:
-        """Assert that every page has exactly one owner and that the tree's counts and locks are right."""
+        """Assert that every page has exactly one owner and that the tree's counts, locks and pins are right."""
         owned: list[int] = [*self._pool.free_pages()]
         for _, pages in self._fence:
             owned.extend(pages)
         locks: dict[Node, int] = {}
         for lease in self._leases.values():
             owned.extend(lease.pages[lease.shared :])
-            node = lease.node
-            while node is not None and node.parent is not None:
-                locks[node] = locks.get(node, 0) + 1
-                node = node.parent
-        evictable = 0
-        for _, node in self._tree.nodes():
+        pins: dict[Node, int] = {}
+        for count, ends in ((locks, [lease.node for lease in self._leases.values()]), (pins, self._pins)):
+            for end in ends:
+                for node in path(end):
+                    count[node] = count.get(node, 0) + 1
+        evictable = pinned = 0
+        for node in self._tree.nodes():
             owned.extend(node.pages)
-            assert len(node.key) == len(node.pages) * self.page_size * TOKEN_BYTES
-            assert node.locks == locks.get(node, 0)
+            assert len(node.key) == len(node.pages) * self.page_size * TOKEN_BYTES > 0
+            assert node.pins == pins.get(node, 0)
+            assert node.locks == locks.get(node, 0) + node.pins
+            assert node.is_queued or node.locks or node.children, "a leaf that cannot be evicted"
             evictable += 0 if node.locks else len(node.pages)
-        assert evictable == self._tree.num_evictable
+            pinned += len(node.pages) if node.pins else 0
+        for root in self._tree.roots.values():
+            assert root.locks == locks.get(root, 0) + pins.get(root, 0)
+            assert root.locks or root.children
+        assert (evictable, pinned) == (self._tree.num_evictable, self._tree.num_pinned)
         assert sorted(owned) == list(range(self.num_pages)), "a page has no owner, or two"
 
     def _hand_over(self, lease: Lease, token_ids: bytes, length: int) -> list[int]:
         """Move the border of `lease` up to `length`; returns the private duplicates that lost their place."""
-        full = length // self.page_size
-        if not self.is_enabled or full <= lease.shared:
+        first, end = lease.shared, self._key_end(length)
+        at, full = self._key_end(first * self.page_size), length // self.page_size
+        if end <= at:
             return []
-        key = self._key(token_ids, length)
-        known = self._tree.insert(key, lease.salt, lease.pages[:full])
-        duplicates = lease.pages[lease.shared : len(known)]
-        lease.pages[: len(known)] = known
-        node = self._tree.lock(key, lease.salt)
-        self._tree.unlock(lease.node)
-        lease.node, lease.shared = node, full
+        assert lease.node is not None
+        lease.node, known = self._tree.advance(lease.node, token_ids, at, end, lease.pages[first:full], lease.priority)
+        duplicates = lease.pages[first : first + len(known)]
+        lease.pages[first : first + len(known)] = known
+        lease.shared = full
         return duplicates
 
-    def _key(self, token_ids: bytes, length: int) -> bytes:
-        """The whole pages of the first `length` tokens."""
-        return token_ids[: length // self.page_size * self.page_size * TOKEN_BYTES]
+    def _yield_pins(self, lease: Lease, missing: int) -> bool:
+        """End pins until `missing` pages can be had, if `lease` is the only one and that is enough."""
+        if len(self._leases) > 1:
+            return False
+        in_use = sum(len(node.pages) for node in path(lease.node) if node.pins)
+        free, tree = self._pool.num_free, self._tree
+        if missing > free + tree.num_evictable + tree.num_pinned - in_use:
+            return False
+        for node in sorted(self._pins, key=self._pins.__getitem__):
+            if missing <= free + tree.num_evictable:
+                break
+            if node.locks == node.pins:
+                self._end_pin(node)
+                self.counters.yielded_pins += 1
+        return True
+
+    def _end_pin(self, node: Node) -> None:
+        del self._pins[node]
+        self._tree.unpin(node)
+
+    def _key_end(self, length: int) -> int:
+        """Bytes of the whole pages of the first `length` tokens, none when nothing is to be found or kept."""
+        return length // self.page_size * self.page_size * TOKEN_BYTES if self.is_enabled else 0

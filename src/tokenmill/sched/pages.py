@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 
 
@@ -10,7 +11,7 @@ class PagePool:
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
-        self._free = list(range(num_pages - 1, -1, -1))
+        self._free = array("i", range(num_pages - 1, -1, -1))
 
     @property
     def num_free(self) -> int:
@@ -22,7 +23,7 @@ class PagePool:
         if count > len(self._free):
             raise AssertionError(f"{count} pages asked for, {len(self._free)} free")
         at = len(self._free) - count
-        taken = self._free[at:]
+        taken = self._free[at:].tolist()
         del self._free[at:]
         taken.reverse()
         return taken

@@ -1,8 +1,8 @@
 """The prefix tree: which pages hold the K/V of which token prefix. Called only by ``sched.cache``.
 
 Keys are token ids as int32 bytes, cut at page borders, so that comparing is a memory compare. A node's lock count
-is the number of requests whose prefix runs through it; an ancestor of a locked node is locked too. Eviction takes
-unlocked leaves, least recently used first, from the end of the leaf.
+is the number of requests and pins whose prefix runs through it; an ancestor of a locked node is locked too. Eviction
+takes unlocked leaves, from the end of the leaf, in the order of a key function over nodes.
 
 The idea is SGLang's RadixAttention (Zheng et al. 2023, arXiv:2312.07104).
 """
@@ -10,184 +10,310 @@ The idea is SGLang's RadixAttention (Zheng et al. 2023, arXiv:2312.07104).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from tokenmill.config import Eviction
 
 TOKEN_BYTES = 4
+TRIM_PAGES = 128
 
 
 class Node:
-    """An edge of the tree with its pages; `key` has page_size tokens a page."""
+    """An edge of the tree with its pages; `key` has page_size tokens a page. `pins` are those of the locks that pin.
 
-    __slots__ = ("children", "key", "last_used", "locks", "pages", "parent")
+    `uses` is the number of requests that used the pages, `priority` the highest of theirs, and `last_used` the time
+    when the last of them ended.
+    """
 
-    def __init__(self, parent: Node | None, key: bytes, pages: list[int], locks: int, last_used: int) -> None:
+    __slots__ = (
+        "children", "is_queued", "key", "last_used", "locks", "pages", "parent", "pins", "priority", "uses",
+    )  # fmt: skip
+
+    def __init__(self, parent: Node | None, key: bytes, pages: array[int], priority: int) -> None:
         self.parent = parent
         self.key = key
         self.pages = pages
-        self.locks = locks
-        self.last_used = last_used
-        self.children: dict[bytes, Node] = {}
+        self.priority = priority
+        self.locks = 0
+        self.pins = 0
+        self.uses = 0
+        self.last_used = 0
+        self.is_queued = False
+        self.children: dict[bytes, Node] | None = None
+
+
+class Root(Node):
+    """Above the nodes of one salt. It has no pages, and is there as long as a child or a lock is."""
+
+    __slots__ = ("salt",)
+
+    def __init__(self, salt: str) -> None:
+        super().__init__(None, b"", array("i"), 0)
+        self.salt = salt
+
+
+def least_recent(node: Node) -> tuple[int, ...]:
+    """The pages used last are evicted last. No two leaves are equal: every end of a request has a time of its own."""
+    return (node.last_used,)
+
+
+def least_frequent(node: Node) -> tuple[int, ...]:
+    """Pages that fewer requests used are evicted first, and of them the least recent."""
+    return node.uses, node.last_used
+
+
+def least_important(node: Node) -> tuple[int, ...]:
+    """Pages that only requests of lower priority used are evicted first, and of them the least recent."""
+    return node.priority, node.last_used
+
+
+# A node's key must never fall: the heap's entries may be older than the node's key, and are put back when they are.
+EVICTION_KEYS: dict[Eviction, Callable[[Node], tuple[int, ...]]] = {
+    "lru": least_recent,
+    "lfu": least_frequent,
+    "priority": least_important,
+}
 
 
 class RadixTree:
-    """A tree of page-aligned prefixes for each salt. Time is the number of calls that used the tree."""
+    """A tree of page-aligned prefixes for each salt. Time is the number of calls of `unlock`."""
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, eviction: Eviction = "lru") -> None:
         self._page_bytes = page_size * TOKEN_BYTES
-        self._roots: dict[str, Node] = {}
-        self._clock = 0
-        self._leaves: list[tuple[int, int, Node]] = []
+        self._eviction_key = EVICTION_KEYS[eviction]
+        self._leaves: list[tuple[tuple[int, ...], int, Node]] = []
         self._pushes = 0
+        self.roots: dict[str, Root] = {}
+        self.clock = 0
         self.num_pages = 0
         self.num_evictable = 0
+        self.num_pinned = 0
 
-    def match(self, key: bytes, salt: str) -> list[int]:
-        """Pages of the longest known prefix of `key`. Changes nothing."""
-        pages: list[int] = []
-        for node, count in self._walk(key, salt):
-            pages.extend(node.pages[:count])
-        return pages
+    def walk(self, token_ids: bytes, end: int, salt: str) -> list[tuple[Node, int]]:
+        """Nodes along the first `end` bytes, and how many of each one's pages match. Changes nothing.
 
-    def num_unlocked(self, key: bytes, salt: str) -> int:
-        """How many pages of the longest known prefix could be evicted now. Changes nothing."""
-        return sum(count for node, count in self._walk(key, salt) if not node.locks)
+        Only the last may match in part.
+        """
+        root = self.roots.get(salt)
+        return self._walk(root, token_ids, 0, end) if root else []
 
-    def insert(self, key: bytes, salt: str, pages: list[int]) -> list[int]:
-        """Make `key` known. `pages` are its pages; the tree takes those past the prefix it knew.
+    def lock(self, token_ids: bytes, end: int, salt: str, priority: int) -> tuple[Node, list[int]]:
+        """Protect the known prefix of the first `end` bytes for a request.
 
         Returns:
-            the pages of the prefix that was known before; the caller keeps its own duplicates of them.
+            the prefix's last node, which stays its end whatever is split or inserted later, and its pages.
         """
-        self._clock += 1
-        node = self._roots.get(salt)
-        if node is None:
-            node = self._roots[salt] = Node(None, b"", [], 0, self._clock)
+        root = self.roots.get(salt)
+        if root is None:
+            root = self.roots[salt] = Root(salt)
+        root.locks += 1
+        return self.advance(root, token_ids, 0, end, (), priority)
+
+    def advance(
+        self, node: Node, token_ids: bytes, at: int, end: int, pages: Sequence[int], priority: int
+    ) -> tuple[Node, list[int]]:
+        """Move a lock from `node` down: bytes `at` to `end` are the prefix's next, and `pages` theirs.
+
+        The tree takes the pages past what it knew; with none, nothing is added.
+
+        Returns:
+            the locked prefix's last node, and the pages known before; the caller keeps its own duplicates of them.
+        """
         known: list[int] = []
-        for child, count in self._walk(key, salt):
-            known.extend(child.pages[:count])
-            node = child if count == len(child.pages) else self._split(child, count)
-            node.last_used = self._clock
-        fresh = pages[len(known) :]
-        if fresh:
-            rest = key[len(known) * self._page_bytes :]
-            leaf = Node(node, rest, fresh, 0, self._clock)
-            node.children[rest[: self._page_bytes]] = leaf
-            self.num_pages += len(fresh)
-            self.num_evictable += len(fresh)
-            self._push(leaf)
-        return known
+        for child, count in self._walk(node, token_ids, at, end):
+            node = self._hold(child, count)
+            node.uses += 1
+            node.priority = max(node.priority, priority)
+            known.extend(node.pages)
+        if len(pages) > len(known):
+            rest = token_ids[at + len(known) * self._page_bytes : end]
+            node = self._append(node, rest, array("i", pages[len(known) :]), priority)
+        return node, known
 
-    def lock(self, key: bytes, salt: str) -> Node | None:
-        """Protect the known prefix of `key` from eviction; None when nothing is known of it.
+    def unlock(self, node: Node) -> None:
+        """Give back what `lock`, or `advance` after it, returned: a request ends here."""
+        self.clock += 1
+        for step in path(node):
+            step.last_used = self.clock
+            self._release(step)
 
-        The node returned stays the end of exactly this prefix, whatever is split or inserted later.
-        """
-        self._clock += 1
-        last: Node | None = None
-        for child, count in self._walk(key, salt):
-            last = child if count == len(child.pages) else self._split(child, count)
-            if not last.locks:
-                self.num_evictable -= len(last.pages)
-            last.locks += 1
-            last.last_used = self._clock
-        return last
+    def pin(self, token_ids: bytes, end: int, salt: str) -> Node | None:
+        """Protect the known prefix of the first `end` bytes; returns its last node, None where nothing is known."""
+        node: Node | None = None
+        for child, count in self.walk(token_ids, end, salt):
+            node = self._hold(child, count)
+            self.num_pinned += 0 if node.pins else len(node.pages)
+            node.pins += 1
+        if node is not None:
+            self.roots[salt].locks += 1
+            self.roots[salt].pins += 1
+        return node
 
-    def unlock(self, node: Node | None) -> None:
-        """Undo one `lock` that returned `node`."""
-        while node is not None and node.parent is not None:
-            node.locks -= 1
-            if not node.locks:
-                self.num_evictable += len(node.pages)
-                self._push(node)
-            node = node.parent
+    def unpin(self, node: Node) -> None:
+        """Undo one `pin` that returned `node`."""
+        for step in path(node):
+            step.pins -= 1
+            self.num_pinned -= 0 if step.pins else len(step.pages)
+            self._release(step)
 
     def evict(self, count: int) -> list[int]:
-        """Forget up to `count` pages that no request uses; the caller owns them now."""
+        """Forget up to `count` pages that are not locked; the caller owns them now."""
         freed: list[int] = []
         while len(freed) < count and self._leaves:
-            last_used, _, leaf = heapq.heappop(self._leaves)
-            if leaf.parent is None or leaf.locks or leaf.children:
+            key, _, leaf = self._leaves[0]
+            if leaf.locks or leaf.children:
+                heapq.heappop(self._leaves)
+                leaf.is_queued = False
                 continue
-            if leaf.last_used != last_used:
-                self._push(leaf)
+            if key != self._eviction_key(leaf):
+                heapq.heapreplace(self._leaves, self._entry(leaf))
                 continue
-            keep = max(0, len(leaf.pages) - (count - len(freed)))
-            freed.extend(leaf.pages[keep:])
-            if keep:
+            keep = len(leaf.pages) - (count - len(freed))
+            if keep <= 0:
+                freed.extend(leaf.pages)
+                heapq.heappop(self._leaves)
+                self._remove(leaf)
+            elif len(leaf.pages) > TRIM_PAGES:  # page by page, cutting the end off a long key would copy it each time
+                self._split(leaf, len(leaf.pages) // 2)
+            else:
+                freed.extend(leaf.pages[keep:])
                 del leaf.pages[keep:]
                 leaf.key = leaf.key[: keep * self._page_bytes]
-                self._push(leaf)
-            else:
-                self._remove(leaf)
         self.num_pages -= len(freed)
         self.num_evictable -= len(freed)
         return freed
 
-    def nodes(self) -> Iterator[tuple[str, Node]]:
-        """All nodes but the roots with their salts, for checks and dumps."""
-        stack = [(salt, child) for salt, root in self._roots.items() for child in root.children.values()]
-        while stack:
-            salt, node = stack.pop()
-            yield salt, node
-            stack.extend((salt, child) for child in node.children.values())
+    def flush(self, salt: str | None) -> list[int]:
+        """Forget all that is not locked, of one salt or of all; the caller owns the pages now."""
+        freed: list[int] = []
+        roots = [root for root in self.roots.values() if salt in (None, root.salt)]
+        for node in reversed([node for root in roots for node in descendants(root)]):
+            if not node.locks and not node.children:
+                freed.extend(node.pages)
+                self._remove(node)
+        self._leaves = [entry for entry in self._leaves if entry[2].parent is not None]
+        heapq.heapify(self._leaves)
+        self.num_pages -= len(freed)
+        self.num_evictable -= len(freed)
+        return freed
 
-    def _walk(self, key: bytes, salt: str) -> Iterator[tuple[Node, int]]:
-        """Nodes along `key` and how many of each one's pages match; only the last may match in part."""
-        node = self._roots.get(salt)
-        at, width = 0, self._page_bytes
-        while node is not None:
-            node = node.children.get(key[at : at + width])
-            if node is None:
-                return
-            count = self._common_pages(node.key, key[at : at + len(node.key)])
-            at += count * width
-            is_whole = count == len(node.pages)
-            yield node, count
-            if not is_whole:
-                return
+    def nodes(self) -> Iterator[Node]:
+        """All nodes but the roots, each after its parent."""
+        return (node for root in self.roots.values() for node in descendants(root))
 
-    def _common_pages(self, one: bytes, other: bytes) -> int:
+    def _walk(self, node: Node, token_ids: bytes, at: int, end: int) -> list[tuple[Node, int]]:
+        found: list[tuple[Node, int]] = []
         width = self._page_bytes
-        low, high = 0, min(len(one), len(other)) // width
-        if one[: high * width] == other[: high * width]:
-            return high
+        while at < end and node.children:
+            child = node.children.get(token_ids[at : at + width])
+            if child is None:
+                break
+            node = child
+            if token_ids.startswith(node.key, at, end):
+                found.append((node, len(node.pages)))
+                at += len(node.key)
+            else:
+                found.append((node, self._common_pages(node.key, token_ids, at, end)))
+                break
+        return found
+
+    def _common_pages(self, key: bytes, token_ids: bytes, at: int, end: int) -> int:
+        """Pages of `key` that token_ids[at:end] begins with; the first is known to match, the whole key not to."""
+        width = self._page_bytes
+        low, high = 1, min(len(key), end - at) // width + 1
         while high - low > 1:
             middle = (low + high) // 2
-            if one[low * width : middle * width] == other[low * width : middle * width]:
+            if token_ids.startswith(key[low * width : middle * width], at + low * width):
                 low = middle
             else:
                 high = middle
         return low
 
+    def _hold(self, node: Node, count: int) -> Node:
+        """Lock the first `count` pages of `node`, cut off from the rest."""
+        if count < len(node.pages):
+            node = self._split(node, count)
+        if not node.locks:
+            self.num_evictable -= len(node.pages)
+        node.locks += 1
+        return node
+
+    def _release(self, node: Node) -> None:
+        """Take one lock off a node or root."""
+        node.locks -= 1
+        if not node.locks:
+            self.num_evictable += len(node.pages)
+            self._settle(node)
+
+    def _append(self, node: Node, key: bytes, pages: array[int], priority: int) -> Node:
+        """Add locked pages below `node`, or to `node` itself when nobody else has ever used it."""
+        self.num_pages += len(pages)
+        if node.uses == 1 and not node.pins and not node.children:
+            node.key += key
+            node.pages.extend(pages)
+            return node
+        leaf = Node(node, key, pages, priority)
+        leaf.locks = leaf.uses = 1
+        if node.children is None:
+            node.children = {}
+        node.children[key[: self._page_bytes]] = leaf
+        return leaf
+
     def _split(self, node: Node, count: int) -> Node:
         """Cut `node` after `count` pages; the new upper part is returned, `node` stays the end of its prefix."""
-        parent = node.parent
+        parent, cut = node.parent, count * self._page_bytes
         assert parent is not None
-        cut = count * self._page_bytes
-        upper = Node(parent, node.key[:cut], node.pages[:count], node.locks, node.last_used)
+        assert parent.children is not None
+        upper = Node(parent, node.key[:cut], node.pages[:count], node.priority)
+        upper.locks, upper.pins, upper.uses, upper.last_used = node.locks, node.pins, node.uses, node.last_used
         parent.children[upper.key[: self._page_bytes]] = upper
         node.parent, node.key, node.pages = upper, node.key[cut:], node.pages[count:]
-        upper.children[node.key[: self._page_bytes]] = node
+        upper.children = {node.key[: self._page_bytes]: node}
         return upper
 
     def _remove(self, leaf: Node) -> None:
         parent = leaf.parent
         assert parent is not None
+        assert parent.children is not None
         del parent.children[leaf.key[: self._page_bytes]]
         leaf.parent = None
-        if parent.parent is not None:
-            if not parent.children and not parent.locks:
-                self._push(parent)
-        elif not parent.children:
-            self._roots = {salt: root for salt, root in self._roots.items() if root is not parent}
+        self._settle(parent)
 
-    def _push(self, node: Node) -> None:
-        """Note `node` as a leaf to evict; entries that are out of date are passed over by `evict`."""
-        if node.locks or node.children or node.parent is None:
+    def _settle(self, node: Node) -> None:
+        """Note a node that lost its last lock or child as a leaf to evict; a root that has neither is gone."""
+        if node.locks or node.children:
             return
+        if isinstance(node, Root):
+            del self.roots[node.salt]
+        elif not node.is_queued:
+            node.is_queued = True
+            heapq.heappush(self._leaves, self._entry(node))
+
+    def _entry(self, node: Node) -> tuple[tuple[int, ...], int, Node]:
         self._pushes += 1
-        heapq.heappush(self._leaves, (node.last_used, self._pushes, node))
-        if len(self._leaves) > 64 + 2 * self.num_pages:
-            newest = {entry[2]: entry for entry in sorted(self._leaves, key=lambda entry: entry[:2])}
-            self._leaves = [e for e in newest.values() if e[2].parent and not e[2].locks and not e[2].children]
-            heapq.heapify(self._leaves)
+        return self._eviction_key(node), self._pushes, node
+
+
+def path(node: Node | None) -> Iterator[Node]:
+    """`node`, the nodes above it, and their root."""
+    while node is not None:
+        yield node
+        node = node.parent
+
+
+def salt_of(node: Node) -> str:
+    """The salt of the root above `node`."""
+    *_, root = path(node)
+    assert isinstance(root, Root)
+    return root.salt
+
+
+def descendants(node: Node) -> Iterator[Node]:
+    """The nodes below `node`, each after its parent."""
+    stack: list[Iterable[Node]] = [node.children.values()] if node.children else []
+    while stack:
+        for child in stack.pop():
+            yield child
+            if child.children:
+                stack.append(child.children.values())

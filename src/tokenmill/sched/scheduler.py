@@ -55,7 +55,9 @@ class Scheduler:
 
     def __init__(self, config: ResolvedConfig) -> None:
         self.config = config
-        self.cache = PrefixCache(config.num_pages, config.page_size, is_enabled=config.prefix_cache)
+        self.cache = PrefixCache(
+            config.num_pages, config.page_size, is_enabled=config.prefix_cache, eviction=config.eviction
+        )
         self.counters = Counters()
         self._requests: dict[int, Request] = {}
         self._waiting: list[Request] = []
