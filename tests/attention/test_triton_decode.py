@@ -244,7 +244,7 @@ def test_many_rows_of_one_length_stay_whole(real: int, padded: int) -> None:
 
 def test_few_rows_are_cut_to_fill_the_device() -> None:
     case = Paged(rows_of([1000]), page=64, heads=1, kv_heads=1)
-    assert counts_of(plan_of(case, decode_settings(1, 8, 16, 4, 132))) == [8]
+    assert counts_of(plan_of(case, decode_settings(1, 8, 16, 4, 132))) == [16]
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64, 256, 700])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import contextmanager
 from functools import partial
 
@@ -87,7 +88,9 @@ def captured(device, work):
 
 @contextmanager
 def no_waiting():
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the mode is a prototype, says torch
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:

@@ -66,7 +66,8 @@ class DecodePlan:
 def decode_settings(rows: int, kv_heads: int, head_dim: int, element_size: int, num_sms: int) -> DecodeSettings:
     """By the number of rows, as measured on an H200 for 128 dimensions of bfloat16.
 
-    Few rows are cut so that all multiprocessors have work. From where rows and heads alone do that, rows over 4/3 of
+    Few rows are cut so that all multiprocessors have work; of up to four, by programs that are small enough to become
+    resident while the product before still runs. From where rows and heads alone do that, rows over 4/3 of
     the mean are cut, so that the longest does not set the time; rows of one length, up to a fifth of them padding, stay
     whole. Many rows stay whole: the short ones behind the long ones keep the device busy.
     """
@@ -81,7 +82,7 @@ def decode_settings(rows: int, kv_heads: int, head_dim: int, element_size: int, 
         return DecodeSettings(small, 2 if element_size == 2 else 4, 2, True, num_pieces, 2 * small)
     num_pieces = max(1, min(MAX_PIECES * rows, 4 * num_sms // kv_heads))
     if rows <= FEW_ROWS:
-        return DecodeSettings(min(128, 2 * block_n), 4, 2, True, num_pieces, 128)
+        return DecodeSettings(small, 4, 1, True, num_pieces, small if rows <= 2 else 2 * small)
     return DecodeSettings(small, 2 if element_size == 2 else 4, 2, True, num_pieces, small)
 
 
