@@ -58,7 +58,7 @@ def generate(arguments: Sequence[str]) -> int:
 
 
 def bench(arguments: Sequence[str]) -> int:
-    """Measure this machine: bench offline, bench kernels, bench online."""
+    """Measure this machine: bench offline, kernels, online, steps, sched."""
     from tokenmill.bench.options import BENCHES
     from tokenmill.flags import parse
 
@@ -72,12 +72,23 @@ def bench(arguments: Sequence[str]) -> int:
     return 0 if is_help else USER_ERROR
 
 
+def simulate(arguments: Sequence[str]) -> int:
+    """Replay a trace through the scheduler in virtual time."""
+    from tokenmill.bench.options import SimulateOptions
+    from tokenmill.flags import parse
+
+    options = parse(SimulateOptions, "simulate", arguments)
+    import_module("tokenmill.bench.simulate").run(options)
+    return 0
+
+
 COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "serve": serve,
     "chat": chat,
     "generate": generate,
     "pull": pull,
     "bench": bench,
+    "simulate": simulate,
 }
 
 

@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
+
+from tyro.conf import Positional
 
 from tokenmill.config import RunConfig
+
+Lengths = tuple[int, int]  # tokens, least and most
 
 
 @dataclass(frozen=True)
@@ -60,8 +65,113 @@ class OnlineOptions(BenchOptions):
     """File for a trace of the measured run, which ui.perfetto.dev shows; its summary is printed."""
 
 
-BENCHES: Mapping[str, type[BenchOptions]] = {  # by module of this package
+@dataclass(frozen=True)
+class StepOptions(BenchOptions):
+    """Measure how long steps take by what is in them, and fit the cost model of tokenmill simulate."""
+
+    save: Path | None = None
+    """File for the cost model, as JSON."""
+    prompt: Lengths = (16, 600)
+    """Least and most tokens of a prompt."""
+    output: int = 24
+    """Tokens to draw after each prompt."""
+    seed: int = 0
+    """Decides lengths and contents of the prompts."""
+
+
+@dataclass(frozen=True)
+class SchedOptions:
+    """Measure the scheduler and the prefix tree alone, without a model."""
+
+    json: bool = False
+    """Print JSON lines to stdout, and the table to stderr."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What the scheduler is told. Of several values each is tried with each of the other flags' values."""
+
+    batch_policy: tuple[Literal["mixed", "prefill-first"], ...] = ("mixed",)
+    """mixed puts decode rows and prompt chunks into one step; prefill-first alternates."""
+    num_pages: tuple[int, ...] = (4096,)
+    """K/V pages."""
+    page_size: tuple[int, ...] = (16,)
+    """Tokens a K/V page."""
+    max_running: tuple[int, ...] = ()
+    """Most requests that run at once; default is that of --device."""
+    prefill_budget: tuple[int, ...] = ()
+    """Most prompt tokens a step; default is that of --device."""
+    reserve_ratio: tuple[float, ...] = ()
+    """Share of running requests' remaining max_tokens that admission holds pages back for (0 to 1)."""
+    prefix_cache: tuple[bool, ...] = (True,)
+    """Whether K/V of finished requests is kept."""
+    max_waiting: tuple[int, ...] = ()
+    """Most requests in the queue; more are refused."""
+    loop: tuple[Literal["overlap", "serial"], ...] = ("overlap",)
+    """overlap plans the next step while the device computes this one; serial does not."""
+
+
+@dataclass(frozen=True)
+class Synthesis:
+    """Requests of seeded traces; requests and rate are for files without arrivals too."""
+
+    requests: int = 1000
+    """Requests to read or make; an agent or a conversation counts as one."""
+    rate: float = 1.0
+    """Arrivals a second."""
+    seed: int = 0
+    """Decides lengths and arrivals."""
+    prompt: Lengths = (32, 1024)
+    """Least and most tokens of a prompt, prefix not counted; few are long."""
+    output: Lengths = (16, 512)
+    """Least and most tokens of an output; few are long."""
+    prefix: int = 512
+    """Tokens of a shared prefix (shared-prefixes, agents)."""
+    groups: int = 8
+    """Shared prefixes; the first are used most."""
+    burst: int = 32
+    """Requests that come at once (bursts)."""
+    turns: int = 8
+    """Calls of an agent."""
+    think: float = 2.0
+    """Seconds between an answer and the next call, on average."""
+    tenants: int = 4
+    """Tenants; the first send most."""
+
+
+@dataclass(frozen=True)
+class SimulateOptions:
+    """Replay a trace through the real scheduler and prefix cache in virtual time, for several settings side by side."""
+
+    trace: Positional[str] = "poisson"
+    """A file (JSON lines of Mooncake or Qwen-Bailian, conversations as in ShareGPT, or CSV), or poisson, bursts,
+    shared-prefixes, agents."""
+    costs: Path | None = None
+    """Cost model, as tokenmill bench steps --save writes it; default is SmolLM2-135M on two CPU cores."""
+    compared: Compared = field(default_factory=Compared)
+    synthesis: Synthesis = field(default_factory=Synthesis)
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Whose defaults to take for flags that are not given."""
+    max_tokens: int = 1024
+    """What requests give as max_tokens; those that draw more give that."""
+    speed: float = 1.0
+    """Arrivals of a file come this many times as fast."""
+    tokenizer: str | None = None
+    """Model whose tokenizer counts the tokens of conversations; default is 4 bytes a token."""
+    ttft_target: float = 2.0
+    """Seconds to the first token for a request to count as good."""
+    itl_target: float = 0.2
+    """Seconds from token to token, on average over a request, to count as good."""
+    json: bool = False
+    """Print JSON lines to stdout, and the table to stderr."""
+    plot: Path | None = None
+    """File for plots: .html, or .png if matplotlib is installed."""
+
+
+BENCHES: Mapping[str, type[BenchOptions | SchedOptions]] = {  # by module of this package
     "offline": OfflineOptions,
     "kernels": KernelOptions,
     "online": OnlineOptions,
+    "steps": StepOptions,
+    "sched": SchedOptions,
 }

@@ -15,7 +15,6 @@ from rich.table import Table
 
 from tokenmill import __version__
 from tokenmill.config import ResolvedConfig
-from tokenmill.engine.device import device_name
 
 
 class Report:
@@ -39,18 +38,22 @@ class Report:
         if self._as_json:
             print(json.dumps({**figures, "setup": self._setup}), flush=True)
 
-    def table(self) -> None:
-        """Print the lines since the last table, in columns named like the figures."""
-        columns = dict.fromkeys(name for line in self._lines for name in line)
-        table = Table(*(name.replace("_", " ") for name in columns), box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        for line in self._lines:
-            table.add_row(*(_words(line.get(name)) for name in columns))
+    def table(self, *, side_by_side: bool = False) -> None:
+        """Print the lines since the last table, in columns named like the figures; or side by side, a column each."""
+        names = dict.fromkeys(name for line in self._lines for name in line)
+        cells = [[name.replace("_", " "), *(_words(line.get(name)) for line in self._lines)] for name in names]
+        head, *rows = cells if side_by_side else zip(*cells, strict=True)
+        table = Table(*head, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for row in rows:
+            table.add_row(*row)
         self._console.print(table)
         self._lines = []
 
 
 def describe(model: str, config: ResolvedConfig) -> dict[str, str]:
     """What decides the figures: model, type, device, attention, and versions."""
+    from tokenmill.engine.device import device_name  # brings torch
+
     threads = {"threads": str(config.threads)} if config.device == "cpu" else {}
     found = {"model": model, "dtype": config.dtype, "device": device_name(config.device), **threads}
     found |= {"attention": config.attention, "tokenmill": __version__, "python": platform.python_version()}
