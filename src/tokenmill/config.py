@@ -16,6 +16,7 @@ Eviction = Literal["lru", "lfu", "priority"]
 DEFAULT_MODEL = "smollm2-135m"
 ELEMENT_SIZE: dict[DTypeName, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 DEFAULT_POOL_TOKENS = 65536
+MIN_QUEUE_TOKENS = 1 << 20
 MAX_THREADS = 1024
 PAGE_TABLE_ENTRY_SIZE = 8
 
@@ -83,6 +84,9 @@ class SchedulerConfig:
 
     loop: Literal["overlap", "serial"] = "overlap"
     """overlap plans the next step while the device computes this one; serial does not."""
+    policy: str = "fcfs"
+    """Order of the queue: fcfs, longest-prefix, priority, deadline, shortest, fair (between API keys), or your own as
+    path.py:function."""
     batch_policy: Literal["mixed", "prefill-first"] = "mixed"
     """mixed puts decode rows and prompt chunks into one step; prefill-first alternates."""
     max_running: int | None = None
@@ -94,9 +98,14 @@ class SchedulerConfig:
     eviction: Eviction = "lru"
     """Prefixes forgotten first: those used least recently, by fewest requests, or by requests of lowest priority."""
     reserve_ratio: float = 0.3
-    """Share of running requests' remaining max_tokens that admission holds pages back for (0 to 1)."""
-    max_waiting: int = 4096
-    """Most requests in the queue; more are refused with 503."""
+    """Share of their max_tokens that requests are expected to draw (0 to 1), at first: it is learned from those that
+    end. 1 is kept, and pages held back for all of it."""
+    max_waiting: int | None = None
+    """Most requests in the queue; more are refused. auto is one for 16 tokens of the K/V pool, at least 4 for each that
+    may run."""
+    max_waiting_tokens: int | None = None
+    """Most prompt tokens in the queue; more are refused, but never a request alone. auto is 16 times the K/V pool, at
+    least a million."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +152,9 @@ class ResolvedConfig:
     max_model_len: int
     max_running: int
     max_waiting: int
+    max_waiting_tokens: int
     prefill_budget: int
+    policy: str
     batch_policy: Literal["mixed", "prefill-first"]
     loop: Literal["overlap", "serial"]
     prefix_cache: bool
@@ -177,12 +188,14 @@ def resolve(raw: RunConfig, hardware: HardwareInfo, spec: ModelSpec) -> Resolved
     check_range("--max-running", max_running, 1)
     check_range("--prefill-budget", prefill_budget, 1)
     check_range("--graph-max-batch", engine.graph_max_batch, 0, 4096)
-    check_range("--max-waiting", scheduler.max_waiting, 1)
+    check_range("--max-waiting", 1 if scheduler.max_waiting is None else scheduler.max_waiting, 1)
+    check_range("--max-waiting-tokens", 1 if scheduler.max_waiting_tokens is None else scheduler.max_waiting_tokens, 1)
     check_range("--threads", hardware.num_threads if engine.threads is None else engine.threads, 1, MAX_THREADS)
     check_range("--memory-fraction", share_of_memory, 0, 1)
     check_range("--reserve-ratio", scheduler.reserve_ratio, 0, 1)
     dtype: DTypeName = hardware.fastest_dtype if raw.model.dtype == "auto" else raw.model.dtype
     num_pages = _num_pages(engine, share_of_memory, hardware, spec, dtype)
+    pool_tokens = num_pages * engine.page_size
     config = ResolvedConfig(
         device=hardware.device,
         dtype=dtype,
@@ -190,10 +203,12 @@ def resolve(raw: RunConfig, hardware: HardwareInfo, spec: ModelSpec) -> Resolved
         threads=engine.threads or hardware.num_threads,
         page_size=engine.page_size,
         num_pages=num_pages,
-        max_model_len=_max_model_len(raw.model.max_model_len, num_pages * engine.page_size, spec),
+        max_model_len=_max_model_len(raw.model.max_model_len, pool_tokens, spec),
         max_running=max_running,
-        max_waiting=scheduler.max_waiting,
+        max_waiting=scheduler.max_waiting or max(4 * max_running, pool_tokens // 16),
+        max_waiting_tokens=scheduler.max_waiting_tokens or max(MIN_QUEUE_TOKENS, 16 * pool_tokens),
         prefill_budget=prefill_budget,
+        policy=scheduler.policy,
         batch_policy=scheduler.batch_policy,
         loop=scheduler.loop,
         prefix_cache=scheduler.prefix_cache,

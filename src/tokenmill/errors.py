@@ -61,14 +61,18 @@ class ModelUnreadable(TokenmillError):
 
 
 class Overloaded(TokenmillError):
-    """The queue is full. `retry_after` is in seconds."""
+    """No room for one more request, or not in time. `retry_after` is in seconds.
+
+    `reason` is "requests" or "tokens" where the queue has no room for more of them, "deadline" if it could not be met.
+    """
 
     status = 503
     kind = "ServiceUnavailableError"
 
-    def __init__(self, message: str, retry_after: int = 1) -> None:
+    def __init__(self, message: str, retry_after: int = 1, reason: str = "") -> None:
         super().__init__(message)
         self.retry_after = retry_after
+        self.reason = reason
 
 
 class ConfigError(TokenmillError):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
-from tokenmill.types import SamplingParams
+from tokenmill.types import FinishReason, SamplingParams
 
 
 class Row(msgspec.Struct, frozen=True, gc=False):
@@ -91,3 +91,33 @@ class StepResult:
 
     step: int
     token_ids: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a step brought: (uid, token) drawn, (uid, cached tokens) first admitted, and requests that ended."""
+
+    tokens: list[tuple[int, int]] = field(default_factory=list)
+    admitted: list[tuple[int, int]] = field(default_factory=list)
+    finished: list[Ending] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Why a request ended; `token` is the id that stopped it, if one did, and `is_end_id` if it was the model's own."""
+
+    uid: int
+    reason: FinishReason
+    token: int | None = None
+    is_end_id: bool = False
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    retractions: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from array import array
 from dataclasses import dataclass, field
+from typing import Any
 
 from tokenmill.sched.cache import Lease
 from tokenmill.types import SamplingParams
@@ -26,7 +27,11 @@ class Request:
     `cached_len` is what the prefix cache gave at the first admission; `computed_len` counts K/V in the pool once the
     steps in flight are done; `num_in_flight` are steps planned and not committed that name the request, of which
     `num_pending` draw a token. Drawing one of `stop_ids` ends it: the model's `end_ids` and those that its
-    parameters add.
+    parameters add. `deadline` is in milliseconds on the clock of `Scheduler.plan`, `tenant` whose request it is.
+
+    For policies: `place` is its key in the queue, `rank` that among running requests (numbers, or tuples of them), and
+    `charged` what its tenant has paid.
+    While `leader`, a running request, computes the tokens up to `held_until`, this one waits for them.
     """
 
     uid: int
@@ -36,14 +41,23 @@ class Request:
     params: SamplingParams
     end_ids: frozenset[int]
     salt: str = ""
+    priority: int = 0
+    deadline: int | None = None
+    tenant: str = ""
     status: Status = Status.WAITING
     arrival: int = 0
     slot: int = -1
     lease: Lease = field(default_factory=lambda: Lease(""))
     cached_len: int = -1
     computed_len: int = 0
+    hit_len: int = 0
     num_in_flight: int = 0
     num_pending: int = 0
+    place: Any = 0
+    rank: Any = 0
+    charged: int = 0
+    leader: int = -1
+    held_until: int = 0
     stop_ids: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -63,3 +77,8 @@ class Request:
     def num_uncomputed(self) -> int:
         """Tokens, known or being drawn, that need K/V before the next one can be drawn."""
         return len(self.token_ids) + self.num_pending - self.computed_len
+
+
+def seniority(request: Request) -> tuple[Any, int]:
+    """The order of running requests: the last gives its pages back first."""
+    return request.rank, request.arrival

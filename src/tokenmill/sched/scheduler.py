@@ -1,53 +1,24 @@
 """Every decision about requests and pages, behind four verbs: add, abort, plan, commit.
 
-Deterministic: the same calls give the same plans, in any process. At most two plans may be out at a time
-(the device computes one while the next is planned); they are committed in the order in which they were planned.
+Deterministic: the same calls give the same plans, in any process; times and rates come as data. At most two plans may
+be out at a time (the device computes one while the next is planned); they are committed in the order in which they
+were planned.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 
 from tokenmill.config import ResolvedConfig
-from tokenmill.errors import InvalidRequest, Overloaded, RequestTooLong
+from tokenmill.errors import InvalidRequest, RequestTooLong
 from tokenmill.sched import policy
+from tokenmill.sched.admission import Admission
 from tokenmill.sched.cache import PrefixCache
-from tokenmill.sched.plan import PageUpdate, Row, SlotOpening, StepPlan, StepResult
-from tokenmill.sched.request import Request, Status
+from tokenmill.sched.plan import Counters, Ending, Outcome, PageUpdate, Row, SlotOpening, StepPlan, StepResult
+from tokenmill.sched.policy_file import load_policy
+from tokenmill.sched.request import Request, Status, seniority
 from tokenmill.types import FinishReason
-
-MAX_RESERVED_OUTPUT = 4096
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What a step brought: (uid, token) drawn, (uid, cached tokens) first admitted, and requests that ended."""
-
-    tokens: list[tuple[int, int]] = field(default_factory=list)
-    admitted: list[tuple[int, int]] = field(default_factory=list)
-    finished: list[Ending] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """Why a request ended; `token` is the id that stopped it, if one did, and `is_end_id` if it was the model's own."""
-
-    uid: int
-    reason: FinishReason
-    token: int | None = None
-    is_end_id: bool = False
-
-
-@dataclass(slots=True)
-class Counters:
-    """Totals since the start."""
-
-    steps: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    retractions: int = 0
 
 
 class Scheduler:
@@ -59,39 +30,52 @@ class Scheduler:
             config.num_pages, config.page_size, is_enabled=config.prefix_cache, eviction=config.eviction
         )
         self.counters = Counters()
+        self._policy = load_policy(config.policy)
         self._requests: dict[int, Request] = {}
-        self._waiting: list[Request] = []
-        self._running: list[Request] = []
+        self._running: list[Request] = []  # in the order in which they keep their pages
+        self._computing: dict[int, Request] = {}  # running ones whose prompt is not in the tree yet
+        self._admission = Admission(config, self.cache, self._policy, self._running, self._computing)
+        self._queue = self._admission.queue
         self._free_slots = list(range(config.max_running - 1, -1, -1))
+        self._deadlines: list[tuple[int, int, Request]] = []
         self._arrivals = 0
         self._last_planned = -1
         self._was_prefill = False
         self._openings: list[SlotOpening] = []
         self._updates: list[PageUpdate] = []
         self._admitted: list[tuple[int, int]] = []
+        self._ended: list[Ending] = []
 
     @property
     def num_waiting(self) -> int:
         """Requests that hold no pages."""
-        return len(self._waiting)
+        return len(self._queue)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Prompt and generated tokens of the requests that hold no pages."""
+        return self._queue.num_tokens
 
     @property
     def num_running(self) -> int:
         """Requests that hold a slot and pages, those that end after a step in flight included."""
-        return len(self._requests) - len(self._waiting)
+        return len(self._requests) - len(self._queue)
 
     @property
     def has_work(self) -> bool:
         """Whether any request is not finished or still named by a step in flight."""
         return bool(self._requests)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, now: int = 0, rate: int = 0) -> None:
         """Put a request into the queue.
+
+        `now` is the time in milliseconds; `rate` how many tokens a second, prompt and output together, this server is
+        known to reach when it is busy, 0 if that is not known.
 
         Raises:
             InvalidRequest: it has no prompt, or its uid is taken.
             RequestTooLong: it could never run, even alone.
-            Overloaded: the queue is full.
+            Overloaded: the queue is full, or the request's deadline cannot be met.
         """
         config = self.config
         if request.prompt_len < 1:
@@ -104,12 +88,15 @@ class Scheduler:
                 f"fit: the server holds {min(config.max_model_len, config.pool_tokens)} tokens a request",
                 "max_tokens",
             )
-        if len(self._waiting) >= config.max_waiting:
-            raise Overloaded(f"the queue is full ({config.max_waiting} requests are waiting); try again later")
         self._arrivals += 1
         request.arrival = self._arrivals
+        self._admission.check_load(request, now, rate)
+        request.rank = self._policy.keep(request, self._admission.ledger)
         self._requests[request.uid] = request
-        insort(self._waiting, request, key=policy.first_come)
+        if request.deadline is not None:
+            heappush(self._deadlines, (request.deadline, request.arrival, request))
+        self._admission.ledger.enter(request.tenant)
+        self._admission.enqueue(request)
 
     def abort(self, uid: int) -> bool:
         """End a request in whatever state it is; False when it is unknown or already ended.
@@ -120,14 +107,22 @@ class Scheduler:
         if request is None or request.status is Status.FINISHED:
             return False
         if request.status is Status.WAITING:
-            self._waiting.remove(request)
+            self._queue.remove(request)
+            self._admission.ledger.leave(request.tenant)
+            self._admission.try_again()
+            request.status = Status.FINISHED
             del self._requests[uid]
         else:
             self._end(request)
         return True
 
-    def plan(self) -> StepPlan | None:
-        """The next step, or None when nothing can be computed before a step in flight is committed."""
+    def plan(self, now: int = 0) -> StepPlan | None:
+        """The next step, or None when nothing can be computed before a step in flight is committed.
+
+        Requests whose deadline is not after `now`, in milliseconds, end first (see `take_ended`).
+        """
+        self._admission.ledger.now = now
+        self._expire(now)
         decodes, chunks = self._plan_mixed() if self.config.batch_policy == "mixed" else self._plan_alternating()
         if not decodes and not chunks:
             return None
@@ -139,11 +134,16 @@ class Scheduler:
         self._updates.clear()
         return plan
 
+    def take_ended(self) -> list[Ending]:
+        """Requests that `plan` ended. They also come with the next step's Outcome if they are not taken before."""
+        ended, self._ended = self._ended, []
+        return ended
+
     def commit(self, plan: StepPlan, result: StepResult) -> Outcome:
         """Take in what a step drew. Plans are committed in the order in which they were made."""
-        outcome = Outcome(admitted=self._admitted)
+        outcome = Outcome(admitted=self._admitted, finished=self.take_ended())
         self._admitted = []
-        requests, tokens = self._requests, outcome.tokens
+        requests, computing, tokens = self._requests, self._computing, outcome.tokens
         finished, retracting = Status.FINISHED, Status.RETRACTING
         drawn = iter(result.token_ids)
         for row in plan.rows:
@@ -156,8 +156,10 @@ class Scheduler:
             if request.status is finished:
                 self._release_when_idle(request)
                 continue
-            if row.start < request.prompt_len or row.length > 1:
+            if computing and row.uid in computing:
                 self._share(request, row.start + row.length)
+                if row.is_sampled:
+                    del computing[row.uid]
             if row.is_sampled:
                 request.token_ids.append(token)
                 tokens.append((row.uid, token))
@@ -175,7 +177,9 @@ class Scheduler:
         self.cache.check()
         held = [r for r in self._requests.values() if r.status is not Status.WAITING]
         assert sorted([r.slot for r in held] + self._free_slots) == list(range(self.config.max_running))
-        assert [r for r in held if r.status is Status.RUNNING] == self._running
+        assert {r.uid for r in held if r.status is Status.RUNNING} == {r.uid for r in self._running}
+        assert self._running == sorted(self._running, key=seniority)
+        assert all(self._requests[uid].status is Status.RUNNING for uid in self._computing)
         for request in held:
             assert len(request.lease.pages) * self.config.page_size >= request.computed_len
             assert 0 <= request.num_pending <= request.num_in_flight <= 2
@@ -192,70 +196,64 @@ class Scheduler:
         return [], []
 
     def _plan_rows(self, *, decode: bool, prefill: bool) -> tuple[list[Row], list[Row]]:
-        """Decode rows and prompt chunks: running requests, oldest first, then newly admitted ones."""
+        """Decode rows and prompt chunks: running requests in their order, then newly admitted ones."""
         decodes: list[Row] = []
-        chunks: list[Row] = []
-        budget = self._prompt_budget(beside_decode=decode) if prefill else 0
+        chunks: list[tuple[Request, int]] = []
+        budget, is_contended = self._prompt_budget(beside_decode=decode) if prefill else (0, False)
+        left = budget
         page_size, running = self.config.page_size, Status.RUNNING
         for request in list(self._running):
             start = request.computed_len
-            expected = len(request.token_ids) + request.num_pending
-            if expected == start or expected >= request.max_len or request.status is not running:
+            known = len(request.token_ids)
+            end = known + request.num_pending
+            if end == start or end >= request.max_len or request.status is not running:
                 continue
-            is_decode = expected - start == 1
-            length = int(decode) if is_decode else min(budget, expected - start)
-            if not length:
-                continue
-            end = start + length
-            if end > len(request.lease.pages) * page_size and not self._get_pages(request, end, may_retract=True):
-                continue
-            if is_decode:
-                decodes.append(self._make_row(request, start, end))
-            else:
-                chunks.append(self._make_row(request, start, end))
-                budget -= length
-        if prefill and budget > 0 and self._waiting and self._free_slots:
-            self._admit_waiting(budget, chunks)
-        return decodes, chunks
+            if end - start == 1:
+                if not decode or (
+                    end > len(request.lease.pages) * page_size and not self._get_pages(request, end, may_retract=True)
+                ):
+                    continue
+                token_ids = request.token_ids[start:end] if start < known else None
+                decodes.append(Row(request.uid, request.slot, start, 1, token_ids, True))
+                request.computed_len = end
+                request.num_in_flight += 1
+                request.num_pending += 1
+            elif left:
+                length = policy.chunk_length(left, budget, end - start, is_contended=is_contended)
+                if self._get_pages(request, start + length, may_retract=True):
+                    chunks.append((request, length))
+                    left -= length
+        if left and self._queue and self._free_slots:
+            left = self._admit_waiting(left, budget, chunks)
+        return decodes, self._make_chunks(chunks, left)
 
-    def _admit_waiting(self, budget: int, chunks: list[Row]) -> None:
-        """Begin waiting requests, while they fit beside what the running ones are expected to take."""
-        reserved = sum(self._expected_pages(request) - len(request.lease.pages) for request in self._running)
-        while budget > 0 and self._waiting and self._free_slots:
-            request = self._waiting[0]
-            if not self._admit(request, reserved):
-                return
-            start = request.computed_len
-            length = min(budget, request.num_uncomputed)
-            if not self._get_pages(request, start + length, may_retract=False):
-                return
-            reserved += self._expected_pages(request) - len(request.lease.pages)
-            chunks.append(self._make_row(request, start, start + length))
-            budget -= length
-
-    def _prompt_budget(self, *, beside_decode: bool) -> int:
+    def _prompt_budget(self, *, beside_decode: bool) -> tuple[int, bool]:
+        """Prompt tokens that this step may compute, and whether several requests want them."""
         most = self.config.prefill_budget
-        has_prompts = self._waiting or self._was_prefill
-        if not beside_decode or not has_prompts or all(request.num_uncomputed > 1 for request in self._running):
-            return most
-        outstanding = sum(request.num_uncomputed for request in self._running if request.num_uncomputed > 1)
-        for request in self._waiting:
-            if outstanding >= 4 * most:
-                break
-            outstanding += request.num_uncomputed
-        return policy.prompt_budget(most, outstanding)
+        needed = [length for request in self._computing.values() if (length := request.num_uncomputed) > 1]
+        is_contended = len(needed) + (len(self._queue) if self._free_slots and self._admission.may_admit else 0) > 1
+        if beside_decode and len(needed) < len(self._running):
+            return policy.prompt_budget(most, sum(needed) + self._queue.num_tokens), is_contended
+        return most, is_contended
 
-    def _make_row(self, request: Request, start: int, end: int) -> Row:
-        known = len(request.token_ids)
-        token_ids = request.token_ids[start:end] if start < known else None
-        is_sampled = end == known + request.num_pending
-        request.computed_len = end
-        request.num_in_flight += 1
-        request.num_pending += is_sampled
-        return Row(request.uid, request.slot, start, end - start, token_ids, is_sampled)
+    def _make_chunks(self, chunks: list[tuple[Request, int]], left: int) -> list[Row]:
+        """Rows of prompts; what is left of the budget goes to those that were cut short for others."""
+        rows = []
+        for request, length in chunks:
+            start, known = request.computed_len, len(request.token_ids)
+            extra = min(left, known - start - length)
+            if extra > 0 and self._get_pages(request, start + length + extra, may_retract=False):
+                length += extra
+                left -= extra
+            end = start + length
+            rows.append(Row(request.uid, request.slot, start, length, request.token_ids[start:end], end == known))
+            request.computed_len = end
+            request.num_in_flight += 1
+            request.num_pending += end == known
+        return rows
 
     def _get_pages(self, request: Request, length: int, *, may_retract: bool) -> bool:
-        """Pages for `length` tokens, taken from newer requests if there is no other way."""
+        """Pages for `length` tokens, taken from requests behind it if there is no other way."""
         if length <= len(request.lease.pages) * self.config.page_size:
             return True
         while True:
@@ -267,43 +265,61 @@ class Scheduler:
             # Requests that left, but are named by a step in flight, give their pages back when it is committed.
             if not may_retract or self.num_running > len(self._running):
                 return False
-            victim = min(self._running, key=policy.newest_first)
-            self._running.remove(victim)
+            victim = self._running[-1]
+            self._leave(victim)
             victim.status = Status.RETRACTING
             self.counters.retractions += 1
+            self._admission.estimate.learn_from_retraction(victim)
             self._release_when_idle(victim)
             if victim is request:
                 return False
 
-    def _admit(self, request: Request, reserved: int) -> bool:
-        """Give a waiting request a slot, if it fits beside the pages reserved."""
-        token_ids = request.token_ids.tobytes()
-        hit, from_available = self.cache.hit(token_ids, request.salt)
-        needed = self._expected_pages(request) - hit // self.config.page_size + from_available
-        if needed + reserved > self.cache.num_available:
-            return False
-        self._waiting.pop(0)
-        request.lease = self.cache.open(request.uid, token_ids, request.salt)
+    def _admit_waiting(self, left: int, budget: int, chunks: list[tuple[Request, int]]) -> int:
+        """Begin waiting requests; returns what is left of the prompt budget."""
+        admission = self._admission
+        admission.begin_step()
+        while left and self._free_slots and (request := admission.choose()):
+            self._begin(request)
+            needed = request.num_uncomputed
+            length = policy.chunk_length(left, budget, needed, is_contended=len(self._queue) > 0)
+            if not self._get_pages(request, request.computed_len + length, may_retract=False):
+                break
+            admission.began(request)
+            chunks.append((request, length))
+            left -= length
+        return left
+
+    def _begin(self, request: Request) -> None:
+        """Give a request that was waiting a slot, and the pages of its hit."""
+        request.lease = self.cache.open(request.uid, request.token_ids.tobytes(), request.salt, request.priority)
         request.slot = self._free_slots.pop()
         request.status = Status.RUNNING
-        request.computed_len = hit
+        request.computed_len = request.hit_len
         if request.cached_len < 0:
-            request.cached_len = hit
-            self._admitted.append((request.uid, hit))
+            request.cached_len = request.hit_len
+            self._admitted.append((request.uid, request.hit_len))
             self.counters.prompt_tokens += request.prompt_len
-            self.counters.cached_tokens += hit
-        insort(self._running, request, key=policy.first_come)
+            self.counters.cached_tokens += request.hit_len
+        expected = request.total_len - request.cached_len + self._admission.estimate.remaining(request)
+        self._admission.ledger.charge(request, expected)
+        insort(self._running, request, key=seniority)
+        self._computing[request.uid] = request
         blocked = tuple(sorted(request.stop_ids)) if request.params.min_tokens else ()
         self._openings.append(SlotOpening(request.slot, request.uid, request.params, request.prompt_len, blocked))
         if request.lease.pages:
             self._updates.append(PageUpdate(request.slot, 0, tuple(request.lease.pages)))
-        return True
 
-    def _expected_pages(self, request: Request) -> int:
-        """Pages that a request is expected to take in all: prompt in full, output by the ratio, one token at least."""
-        remaining = request.num_remaining
-        output = int(min(remaining, MAX_RESERVED_OUTPUT) * self.config.reserve_ratio)
-        return self.cache.num_pages_for(request.max_len - remaining + min(remaining, max(output, 1)))
+    def _expire(self, now: int) -> None:
+        """End what is over its deadline."""
+        self.cache.expire(now)
+        deadlines = self._deadlines
+        while deadlines and deadlines[0][0] <= now:
+            _, _, request = heappop(deadlines)
+            if self._requests.get(request.uid) is request and self.abort(request.uid):
+                self._ended.append(Ending(request.uid, FinishReason.DEADLINE))
+        if len(deadlines) > 2 * len(self._requests) + 64:
+            self._deadlines = [entry for entry in deadlines if entry[2].status is not Status.FINISHED]
+            heapify(self._deadlines)
 
     def _finish(self, request: Request, token: int, outcome: Outcome) -> None:
         """End a request that drew a token which stops it, or its last one."""
@@ -318,11 +334,20 @@ class Scheduler:
         changed = self.cache.share(request.lease, request.token_ids.tobytes(), length, self._last_planned)
         if changed:
             self._updates.append(PageUpdate(request.slot, changed[0], tuple(changed[1])))
+        self._admission.try_again()
+
+    def _leave(self, request: Request) -> None:
+        """Take a request out of those that run; its tenant pays for what it has drawn."""
+        self._running.remove(request)
+        self._computing.pop(request.uid, None)
+        self._admission.ledger.charge(request, request.total_len - request.cached_len)
 
     def _end(self, request: Request) -> None:
         if request.status is Status.RUNNING:
-            self._running.remove(request)
+            self._leave(request)
         request.status = Status.FINISHED
+        self._admission.estimate.learn(request)
+        self._admission.ledger.leave(request.tenant)
         self._release_when_idle(request)
 
     def _release_when_idle(self, request: Request) -> None:
@@ -331,6 +356,7 @@ class Scheduler:
             return
         known = min(request.computed_len, request.total_len)
         self.cache.close(request.uid, request.token_ids.tobytes(), known)
+        self._admission.try_again()
         self._free_slots.append(request.slot)
         request.slot = -1
         if request.status is Status.FINISHED:
@@ -338,4 +364,4 @@ class Scheduler:
         else:
             request.status = Status.WAITING
             request.computed_len = 0
-            insort(self._waiting, request, key=policy.first_come)
+            self._admission.enqueue(request)

@@ -7,9 +7,9 @@ from array import array
 from collections.abc import Callable
 
 from tokenmill.errors import TokenmillError
-from tokenmill.sched.plan import StepPlan, StepResult
+from tokenmill.sched.plan import Outcome, StepPlan, StepResult
 from tokenmill.sched.request import Request
-from tokenmill.sched.scheduler import Outcome, Scheduler
+from tokenmill.sched.scheduler import Scheduler
 from tokenmill.types import FinishReason
 from tokenmill.wire import messages as wire
 from tokenmill.wire.channel import Receiver, Sender
