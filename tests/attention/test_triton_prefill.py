@@ -16,6 +16,7 @@ from tokenmill.attention.triton import TritonAttention
 from tokenmill.attention.triton_decode import COUNT, POSITION, SLOT, TOKEN
 from tokenmill.attention.triton_prefill import (
     PrefillRow,
+    PrefillSettings,
     can_gather,
     gathered_attention,
     make_work,
@@ -45,14 +46,19 @@ def cudnn_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("tokenmill.attention.triton_prefill._dense", dense_attention)
 
 
-def prefill(case: Paged) -> torch.Tensor:
-    group = case.query.shape[1] // case.kv.keys.shape[2]
-    settings = prefill_settings(group, case.query.shape[2], case.query.element_size())
-    work = make_work(prefill_rows(case), settings.block_m // group)
+def settings_of(case: Paged, num_sms: int = 132) -> PrefillSettings:
+    tokens, heads, dim = case.query.shape
+    group = heads // case.kv.keys.shape[2]
+    return prefill_settings(group, dim, case.query.element_size(), tokens * heads, num_sms)
+
+
+def prefill(case: Paged, *, num_sms: int = 132) -> torch.Tensor:
+    settings = settings_of(case, num_sms)
+    work = make_work(prefill_rows(case), settings.block_m * case.kv.keys.shape[2] // case.query.shape[1])
     out = torch.full_like(case.query, float("nan"))
     prefill_attention(
         case.query, case.kv.keys[1], case.kv.values[1], case.table,
-        torch.tensor(work, dtype=torch.int32, device=DEVICE), out, page_size=case.page, scale=case.scale,
+        torch.tensor(work, dtype=torch.int32, device=DEVICE), out, settings, page_size=case.page, scale=case.scale,
     )  # fmt: skip
     return out
 
@@ -97,6 +103,13 @@ def test_grouped_heads(group: int) -> None:
     case.check(prefill(case))
 
 
+def test_many_queries_have_larger_tiles() -> None:
+    case = Paged([(0, 300), (20, 40)], heads=2, kv_heads=1, page=16, dtype=torch.bfloat16)
+    assert (settings_of(case, 3).block_m, settings_of(case, 2).block_m) == (64, 128)
+    for num_sms in (3, 2):
+        case.check(prefill(case, num_sms=num_sms))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("dim", [8, 64, 80, 96, 128, 256])
 def test_head_dims_and_types(dim: int, dtype: torch.dtype) -> None:
@@ -115,8 +128,9 @@ def test_only_named_tokens_are_written() -> None:
     out = torch.full_like(case.query, 7.0)
     work = torch.tensor(make_work(prefill_rows(case)[1:2], 1), dtype=torch.int32, device=DEVICE)
     prefill_attention(
-        case.query, case.kv.keys[1], case.kv.values[1], case.table.long(), work, out, page_size=3, scale=case.scale
-    )
+        case.query, case.kv.keys[1], case.kv.values[1], case.table.long(), work, out, settings_of(case),
+        page_size=3, scale=case.scale,
+    )  # fmt: skip
     assert (out[:3] == 7).all()
     assert (out[7:] == 7).all()
     torch.testing.assert_close(out[3:7].cpu().double(), case.expected()[3:7], atol=2e-5, rtol=2e-5)
@@ -128,7 +142,7 @@ def test_strides_apart_are_refused() -> None:
     with pytest.raises(ValueError, match="equal strides"):
         prefill_attention(
             case.query, case.kv.keys[1], wide[1, :, 0], case.table, torch.zeros((1, 4), dtype=torch.int32),
-            torch.empty_like(case.query), page_size=4, scale=1.0,
+            torch.empty_like(case.query), settings_of(case), page_size=4, scale=1.0,
         )  # fmt: skip
 
 

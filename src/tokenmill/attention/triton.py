@@ -17,6 +17,7 @@ from tokenmill.attention.triton_decode import DecodePlan, decode_attention, deco
 from tokenmill.attention.triton_prefill import (
     WORK_COLUMNS,
     PrefillRow,
+    PrefillSettings,
     can_gather,
     gathered_attention,
     make_work,
@@ -36,6 +37,7 @@ class TritonMetadata:
     page_size: int
     decode: DecodePlan | None  # of the rows of one query each
     work: Tensor | None  # [items, 4] int32
+    settings: PrefillSettings  # of the work
     gathered: tuple[PrefillRow, ...]
 
 
@@ -70,14 +72,13 @@ class TritonAttention:
         self._num_sms, self._element_size = num_sms, dtype.itemsize
         self._gather_from = max(2, gather_from) if can_gather(head_dim, dtype) else sys.maxsize
         self.longest_row = self._gather_from - 1
-        group = num_heads // num_kv_heads
-        self._block_queries = prefill_settings(group, head_dim, dtype.itemsize).block_m // group
 
     def plan(self, layout: RowLayout, page_table: Tensor, page_size: int) -> TritonMetadata:
         """See `AttentionBackend.plan`. At most one copy to the device, and no wait for it."""
         rows, singles = _rows_of(layout)
         gathered = tuple(row for row in rows if row.length >= self._gather_from)
-        work = make_work((row for row in rows if 1 < row.length < self._gather_from), self._block_queries)
+        settings, block_queries = self._tiles(sum(layout.lengths))
+        work = make_work((row for row in rows if 1 < row.length < self._gather_from), block_queries)
         num_rows = -(-len(singles) // ALIGNED_INTS) * ALIGNED_INTS
         numbers = _numbers(singles, num_rows, work, len(work))
         # The pinned memory is kept until the copy is done by torch's allocator, which notes the stream that reads it.
@@ -86,11 +87,11 @@ class TritonAttention:
         tokens, slots, positions = packed[: 3 * num_rows].view(3, num_rows)[:, : len(singles)]
         decode = self._cut(slots, positions, tokens) if singles else None
         items = packed[3 * num_rows :].view(-1, WORK_COLUMNS) if work else None
-        return TritonMetadata(page_table, page_size, decode, items, gathered)
+        return TritonMetadata(page_table, page_size, decode, items, settings, gathered)
 
     def plan_decode(self, slots: Tensor, positions: Tensor, page_table: Tensor, page_size: int) -> TritonMetadata:
         """See `GraphAttention.plan_decode`. Rows read fastest when long contexts come first."""
-        return TritonMetadata(page_table, page_size, self._cut(slots, positions), None, ())
+        return TritonMetadata(page_table, page_size, self._cut(slots, positions), None, self._tiles(0)[0], ())
 
     def table_length(self, num_tokens: int, num_rows: int) -> int:
         """See `TableAttention.table_length`."""
@@ -99,7 +100,7 @@ class TritonAttention:
     def tables(self, layout: RowLayout, num_tokens: int, num_rows: int, spare_slot: int) -> array[int] | None:
         """See `TableAttention.tables`: which tokens, slots and positions are single; then work."""
         rows, singles = _rows_of(layout)
-        work = make_work((row for row in rows if row.length > 1), self._block_queries)
+        work = make_work((row for row in rows if row.length > 1), self._tiles(num_tokens)[1])
         num_items = self._num_items(num_tokens, num_rows)
         if len(singles) > num_rows or len(work) > num_items or max(layout.lengths) > self.longest_row:
             return None
@@ -111,11 +112,18 @@ class TritonAttention:
         """See `TableAttention.plan_tables`."""
         tokens, slots, positions = tables[: 3 * num_rows].view(3, num_rows)
         work = tables[3 * num_rows :].view(-1, WORK_COLUMNS)
-        return TritonMetadata(page_table, page_size, self._cut(slots, positions, tokens), work, ())
+        decode = self._cut(slots, positions, tokens)
+        return TritonMetadata(page_table, page_size, decode, work, self._tiles(num_tokens)[0], ())
 
     def _num_items(self, num_tokens: int, num_rows: int) -> int:
         """Work of chunks that draw, one begun block each, and of a few that do not."""
-        return num_tokens // self._block_queries + num_rows + 8
+        return num_tokens // self._tiles(num_tokens)[1] + num_rows + 8
+
+    def _tiles(self, num_tokens: int) -> tuple[PrefillSettings, int]:
+        """The tiles for a step of so many tokens, and how many tokens one covers."""
+        group, num_queries = self._num_heads // self._num_kv_heads, num_tokens * self._num_heads
+        settings = prefill_settings(group, self._head_dim, self._element_size, num_queries, self._num_sms)
+        return settings, settings.block_m // group
 
     def prepares(self, metadata: TritonMetadata) -> bool:
         """See `FusedAttention.prepares`: where all rows are of one query each."""
@@ -148,7 +156,8 @@ class TritonAttention:
         for row in metadata.gathered:
             out[row.first_token : row.first_token + row.length] = gather(row)
         if metadata.work is not None:
-            prefill_attention(query, keys, values, table, metadata.work, out, page_size=page_size, scale=self._scale)
+            attend = partial(prefill_attention, page_size=page_size, scale=self._scale)
+            attend(query, keys, values, table, metadata.work, out, metadata.settings)
         if metadata.decode is not None:
             self._decode(query, keys, values, table, metadata.decode, out, page_size=page_size)
         return out

@@ -41,6 +41,7 @@ from tokenmill.types import SamplingParams
 META = torch.device("meta")
 FIRST_PROMPTS = (8, 16, 32, 64)
 PROMPTS = tuple(sorted({2**power + more for power in range(1, 10) for more in (0, 1)}))  # kernels differ by these
+LONG_PROMPT = 1024  # many of which take other kernels than few
 MAX_PROCESSES = 16
 
 log = logging.getLogger(__name__)
@@ -85,6 +86,8 @@ def _plans(prompts: tuple[int, ...], slots: int) -> Iterator[StepPlan]:
         for rows in (rows for rows in prompts if rows < slots):
             yield StepPlan(0, tuple(_row(slot, 2) for slot in range(rows)))
             yield StepPlan(0, tuple(_row(slot, 1 + (slot == 0)) for slot in range(rows)))
+        if slots > 1:
+            yield StepPlan(0, tuple(_row(slot, LONG_PROMPT) for slot in range(min(slots, 16))))
         yield StepPlan(0, (_row(0, 1),), is_decode=True)
 
 
@@ -121,10 +124,12 @@ class _QuickShapes(TorchFunctionMode):
     """Shapes of operations for which torch would first import its compiler, in seconds."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (Tensor.addmm_, Tensor.index_copy_):
+        if func in (Tensor.add_, Tensor.addmm_, Tensor.index_copy_):
             return args[0]
         if func is F.embedding:
             return args[1].new_empty((*args[0].shape, args[1].shape[1]))
+        if func is F.linear:
+            return args[0].new_empty((*args[0].shape[:-1], args[1].shape[0]))
         return func(*args, **(kwargs or {}))
 
 

@@ -72,7 +72,10 @@ class TritonOps:
     def settle(self, hidden: Hidden) -> Tensor:
         """See `Ops.settle`."""
         if hidden.parts is not None:
-            hidden.value.copy_(hidden.parts.sum(0).add_(hidden.value))
+            total = hidden.value.float()
+            for part in hidden.parts:
+                total.add_(part)
+            hidden.value.copy_(total)
             hidden.parts = None
         return hidden.value
 
