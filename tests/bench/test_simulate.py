@@ -54,8 +54,8 @@ def test_the_table_has_a_column_for_each(capsys: pytest.CaptureFixture[str]) -> 
     assert cli.main(["simulate", *FEW, "--batch-policy", "mixed", "prefill-first"]) == 0
     setup, *table = capsys.readouterr().out.splitlines()
     assert setup.startswith("trace poisson, costs default, tokenmill ")
-    words = [line.split() for line in table if line.strip()]
-    assert words[0] == ["batch", "policy", "mixed", "prefill-first"]
+    words = [line.split() for line in table if line.strip() and "──" not in line]
+    assert words[:2] == [["policy", "fcfs", "fcfs"], ["batch", "policy", "mixed", "prefill-first"]]
     assert ["requests", "40", "40"] in words
 
 
@@ -165,6 +165,6 @@ def test_a_timeline_keeps_all_tokens_in_few_intervals() -> None:
 
 def test_combinations_take_the_devices_defaults_for_what_is_left_open() -> None:
     ((label, config),) = combinations(Compared(), "cuda")
-    assert (label, config.max_running, config.prefill_budget) == ({"batch_policy": "mixed"}, 256, 8192)
+    assert (label, config.max_running, config.prefill_budget) == ({"policy": "fcfs"}, 256, 8192)
     both = list(combinations(Compared(max_running=(3, 5)), "cpu"))
     assert [(label["max_running"], config.max_running) for label, config in both] == [(3, 3), (5, 5)]

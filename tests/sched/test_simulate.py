@@ -148,6 +148,27 @@ def test_what_is_refused_is_counted_and_not_waited_for() -> None:
     assert simulation.totals.refused == 2
 
 
+def test_deadlines_end_requests_that_wait_and_that_run() -> None:
+    trace = [
+        TraceRequest(0.0, ids(5, 8), 9, deadline=4.5),
+        TraceRequest(0.0, ids(6, 8), 9, deadline=2.25),
+        TraceRequest(0.5, ids(7, 8), 3, deadline=60.0),
+        TraceRequest(6.0, ids(8, 16), 16, deadline=1.0),
+    ]
+    for loop in ("serial", "overlap"):
+        simulation, ended = simulate(trace, max_running=1, loop=loop)
+        assert [its.request for its in ended] == [trace[2]]
+        assert simulation.totals.ended_early == 2
+        assert simulation.totals.refused == 1, "the last could not be in time at the rate seen so far"
+
+
+def test_policies_see_priority_and_tenant() -> None:
+    trace = [TraceRequest(0.1 * at, ids(5 + at, 8), 2, tenant="ab"[at == 3], priority=at) for at in range(4)]
+    for policy, order in (("fcfs", [0, 1, 2, 3]), ("priority", [0, 3, 2, 1]), ("fair", [0, 3, 1, 2])):
+        _, ended = simulate(trace, max_running=1, policy=policy)
+        assert [its.request.priority for its in ended] == order
+
+
 def test_work_tells_prompts_decode_rows_and_what_they_read() -> None:
     def plan(*rows: tuple[int, int]) -> StepPlan:
         made = [Row(uid, uid, start, length, None, True) for uid, (start, length) in enumerate(rows)]

@@ -9,7 +9,7 @@ from typing import Literal
 
 from tyro.conf import Positional
 
-from tokenmill.config import RunConfig
+from tokenmill.config import Eviction, RunConfig
 
 Lengths = tuple[int, int]  # tokens, least and most
 
@@ -91,8 +91,13 @@ class SchedOptions:
 class Compared:
     """What the scheduler is told. Of several values each is tried with each of the other flags' values."""
 
+    policy: tuple[str, ...] = ("fcfs",)
+    """Orders of the queue: fcfs, longest-prefix, priority, deadline, shortest, fair (between tenants), or your own as
+    path.py:function."""
     batch_policy: tuple[Literal["mixed", "prefill-first"], ...] = ("mixed",)
     """mixed puts decode rows and prompt chunks into one step; prefill-first alternates."""
+    eviction: tuple[Eviction, ...] = ("lru",)
+    """Prefixes forgotten first: those used least recently, by fewest requests, or by requests of lowest priority."""
     num_pages: tuple[int, ...] = (4096,)
     """K/V pages."""
     page_size: tuple[int, ...] = (16,)
@@ -102,11 +107,13 @@ class Compared:
     prefill_budget: tuple[int, ...] = ()
     """Most prompt tokens a step; default is that of --device."""
     reserve_ratio: tuple[float, ...] = ()
-    """Share of running requests' remaining max_tokens that admission holds pages back for (0 to 1)."""
+    """Share of their max_tokens that requests are expected to draw, at first."""
     prefix_cache: tuple[bool, ...] = (True,)
     """Whether K/V of finished requests is kept."""
     max_waiting: tuple[int, ...] = ()
-    """Most requests in the queue; more are refused."""
+    """Most requests in the queue; more are refused. Default is by the size of the pool."""
+    max_waiting_tokens: tuple[int, ...] = ()
+    """Most prompt tokens in the queue. Default is by the size of the pool."""
     loop: tuple[Literal["overlap", "serial"], ...] = ("overlap",)
     """overlap plans the next step while the device computes this one; serial does not."""
 

@@ -30,7 +30,7 @@ DEFAULT_COSTS = CostModel(
     step=38000, prompt_token=840, decode_row=1300, kv_token=9, pair=0.6, host_step=100, host_row=8
 )
 UNLIMITED = 2**31 - 1
-NAMED = frozenset(("policy", "batch_policy"))
+NAMED = ("policy",)
 SHARES = [*(share / 100 for share in range(100)), *(0.99 + share / 1000 for share in range(11))]
 MOST_INTERVALS = 400
 

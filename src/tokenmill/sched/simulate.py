@@ -145,7 +145,8 @@ class Simulation:
         self._params, self._end_ids = SamplingParams(), frozenset((END_ID,))
         self._num_sent = 0
         self._now = 0.0
-        self._device_free = 0.0
+        self._device_free = self._busy = 0.0
+        self._num_computed = 0
 
     def run(self) -> Totals:
         """Serve the whole trace, with the turns of ``worker.loop``."""
@@ -185,6 +186,7 @@ class Simulation:
         self._num_sent += 1
         prompt_len = len(request.token_ids)
         most = max(request.output_len, min(self._max_tokens, self._max_len - prompt_len))
+        deadline = None if request.deadline is None else int(1000 * (arrival + request.deadline))
         job = Request(
             uid=self._num_sent,
             token_ids=request.token_ids[:],
@@ -192,21 +194,30 @@ class Simulation:
             max_len=prompt_len + most,
             params=self._params,
             end_ids=self._end_ids,
+            priority=request.priority,
+            deadline=deadline,
+            tenant=request.tenant,
         )
+        rate = int(self._num_computed / self._busy) if self._busy else 0
         try:
-            self.scheduler.add(job)
+            self.scheduler.add(job, int(1000 * self._now), rate)
             self._served[job.uid] = Served(request, arrival, request.output_id, request.output_len)
         except (Overloaded, InvalidRequest):
             self.totals.refused += 1
 
     def _launch(self) -> tuple[StepPlan, float] | None:
         """Plan a step; with the time at which the device has computed it."""
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(int(1000 * self._now))
+        for ending in self.scheduler.take_ended():
+            self._end(self._served.pop(ending.uid))
         if plan is None:
             return None
         self._now += self._costs.host_seconds(len(plan.rows))
-        begin = max(self._now, self._device_free)
-        self._device_free = begin + self._costs.device_seconds(work_of(plan))
+        work = work_of(plan)
+        seconds = self._costs.device_seconds(work)
+        self._device_free = max(self._now, self._device_free) + seconds
+        self._num_computed += work.prompt_tokens + work.decode_rows
+        self._busy += seconds
         return plan, self._device_free
 
     def _land(self, plan: StepPlan, done: float) -> None:
