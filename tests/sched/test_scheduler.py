@@ -2,82 +2,13 @@
 
 from __future__ import annotations
 
-from array import array
-
 import pytest
 
-from tests.sched.support import make_config
-from tokenmill.engine.fake import FakeEngine, FakeHandle, next_token
+from tests.sched.support import Run, continuation
 from tokenmill.errors import InvalidRequest, Overloaded, RequestTooLong
 from tokenmill.sched.plan import PageUpdate, StepPlan
-from tokenmill.sched.request import Request, Status
-from tokenmill.sched.scheduler import Scheduler
-from tokenmill.types import FinishReason, SamplingParams
-
-VOCABULARY = 50
-
-
-def continuation(prompt, count):
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(next_token(tokens, VOCABULARY))
-    return tokens[len(prompt) :]
-
-
-def request_for(uid, prompt, output, end_ids=(), **params):
-    ids = array("i", prompt)
-    return Request(uid, ids, len(ids), len(ids) + output, SamplingParams(**params), frozenset(end_ids))
-
-
-class Run:
-    """A scheduler and a fake engine with up to `depth` plans out."""
-
-    def __init__(self, depth=1, **changes):
-        self.depth = depth
-        self.config = make_config(**changes)
-        self.scheduler = Scheduler(self.config)
-        self.engine = FakeEngine(self.config, VOCABULARY)
-        self.flights: list[tuple[StepPlan, FakeHandle]] = []
-        self.plans: list[StepPlan] = []
-        self.tokens: dict[int, list[int]] = {}
-        self.endings: list[tuple[int, FinishReason]] = []
-        self.admitted: list[tuple[int, int]] = []
-
-    def add(self, uid, prompt, output, **options):
-        request = request_for(uid, prompt, output, **options)
-        self.scheduler.add(request)
-        return request
-
-    def plan(self):
-        plan = self.scheduler.plan()
-        if plan is not None:
-            self.plans.append(plan)
-            self.flights.append((plan, self.engine.launch(plan)))
-        self.scheduler.check()
-        return plan
-
-    def commit(self):
-        plan, handle = self.flights.pop(0)
-        outcome = self.scheduler.commit(plan, handle.wait())
-        self.admitted += outcome.admitted
-        for uid, token in outcome.tokens:
-            self.tokens.setdefault(uid, []).append(token)
-        self.endings += [(ending.uid, ending.reason) for ending in outcome.finished]
-        self.scheduler.check()
-
-    def turn(self):
-        plan = self.plan()
-        if self.flights and (plan is None or len(self.flights) == self.depth):
-            self.commit()
-
-    def finish(self):
-        for _ in range(10_000):
-            if not self.scheduler.has_work:
-                assert self.scheduler.cache.num_available == self.config.num_pages
-                return
-            self.turn()
-        raise AssertionError("requests are left")
-
+from tokenmill.sched.request import Status
+from tokenmill.types import FinishReason
 
 depths = pytest.mark.parametrize("depth", [1, 2])
 policies = pytest.mark.parametrize("policy", ["mixed", "prefill-first"])
