@@ -249,7 +249,7 @@ class RadixTree:
     def _append(self, node: Node, key: bytes, pages: array[int], priority: int) -> Node:
         """Add locked pages below `node`, or to `node` itself when nobody else has ever used it."""
         self.num_pages += len(pages)
-        if node.uses == 1 and not node.pins and not node.children:
+        if node.uses == 1 and not node.pins:
             node.key += key
             node.pages.extend(pages)
             return node
