@@ -141,12 +141,12 @@ def test_ctrl_c_ends_a_call_between_steps(llm, monkeypatch):
     turns = 0
     plan = llm.scheduler.plan
 
-    def interrupt():
+    def interrupt(now):
         nonlocal turns
         turns += 1
         if turns == 4:
             os.kill(os.getpid(), signal.SIGINT)
-        return plan()
+        return plan(now)
 
     monkeypatch.setattr(llm.scheduler, "plan", interrupt)
     assert threading.current_thread() is threading.main_thread()
@@ -160,7 +160,7 @@ def test_a_second_ctrl_c_strikes_inside_a_step(llm, monkeypatch):
     held = []
     plan = llm.scheduler.plan
 
-    def hang():
+    def hang(now):
         monkeypatch.setattr(llm.scheduler, "plan", plan)
         os.kill(os.getpid(), signal.SIGINT)
         held.append(True)

@@ -76,6 +76,8 @@ class EngineConfig:
     """Capture CUDA graphs of plain draws (no top_k, top_p, min_p or bias) before the server is ready, not later."""
     debug_checks: bool = False
     """Check page ownership after every step, and sampled ids for range. Slow."""
+    debug_ranks: bool = False
+    """Let a second scheduler follow the first, and end if their plans ever differ."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,11 @@ class ResolvedConfig:
     graph_max_batch: int
     capture_first: bool
     debug_checks: bool
+
+    @property
+    def has_priorities(self) -> bool:
+        """Whether a request's priority may change anything; a policy of the user's own may look at it."""
+        return "priority" in (self.policy, self.eviction) or ":" in self.policy
 
     @property
     def pool_tokens(self) -> int:

@@ -6,9 +6,11 @@
     │   └── UnsupportedField  400, a field that is known but not honoured yet
     ├── ModelNotFound         404 over HTTP; exit 2 on the command line
     ├── ModelUnreadable       a file that is truncated, damaged, or of an unknown kind
-    ├── Overloaded            429 or 503, with retry_after
+    ├── Overloaded            503, with retry_after
+    │   └── DeadlinePassed    504, the request's own deadline
     ├── ConfigError           a flag or an environment variable that cannot work
     ├── StartFailed           a process did not become ready; carries its reason
+    ├── RanksDisagree         schedulers that were told the same made different plans
     └── WorkerDied            a process ended while requests were running
 
 ``server.errors`` maps them to HTTP in one place, ``cli`` to one line on stderr and an exit code.
@@ -75,12 +77,26 @@ class Overloaded(TokenmillError):
         self.reason = reason
 
 
+class DeadlinePassed(Overloaded):
+    """A request's deadline came before its first token."""
+
+    status = 504
+    kind = "DeadlinePassedError"
+
+    def __init__(self) -> None:
+        super().__init__("the request's deadline passed before its first token", reason="deadline")
+
+
 class ConfigError(TokenmillError):
     """A flag, file or environment value that cannot work."""
 
 
 class StartFailed(TokenmillError):
     """A process could not start; the message carries its reason."""
+
+
+class RanksDisagree(TokenmillError):
+    """Schedulers that were told the same made different plans."""
 
 
 class WorkerDied(TokenmillError):

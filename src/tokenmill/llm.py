@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-import signal
+import sys
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from threading import current_thread, main_thread
-from types import FrameType
 from typing import Any, TypeGuard
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from tokenmill.clock import milliseconds
 from tokenmill.config import DEFAULT_MODEL, ModelConfig, RunConfig
 from tokenmill.engine.load import load_engine
-from tokenmill.errors import ConfigError, InvalidRequest, TokenmillError
+from tokenmill.errors import ConfigError, InvalidRequest, TokenmillError, UnsupportedField
 from tokenmill.hub import resolve_model
 from tokenmill.parallel.group import Group
-from tokenmill.sched.scheduler import Scheduler
+from tokenmill.procs import interrupts_held
 from tokenmill.text.messages import check_messages
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.text.worker import DetokenizerStage, TokenizerStage, load_template
 from tokenmill.trace import Tracer
-from tokenmill.types import FinishReason, SamplingParams, Usage
+from tokenmill.types import FinishReason, SamplingParams, Scheduling, Usage, deadline_from
 from tokenmill.wire import messages as wire
 from tokenmill.wire.channel import MemoryChannel, NullSender
-from tokenmill.worker.core import Core
+from tokenmill.worker.core import make_core
+from tokenmill.worker.inbox import LeaderInbox
 from tokenmill.worker.loop import make_loop
 
 PROGRESS_FROM = 8
@@ -77,7 +76,8 @@ class LLM:
 
     Args:
         model: what ``tokenmill serve`` takes: alias, folder, .gguf file, or hub id; or a whole configuration.
-        options: any field of ModelConfig, EngineConfig or SchedulerConfig, such as `page_size` or `dtype`.
+        options: any field of ModelConfig, EngineConfig or SchedulerConfig, such as `page_size` or `dtype`. The queue
+            is bounded by `max_waiting` alone, since the caller holds all prompts anyway.
 
     Raises:
         TokenmillError: the model cannot be found or read, or an option cannot work.
@@ -98,8 +98,15 @@ class LLM:
         self._to_detokenizer: MemoryChannel[wire.ToDetokenizer] = MemoryChannel()
         self.tokenizer = tokenizer
         self.vocab_size = spec.vocab_size
-        self.scheduler = Scheduler(config)
-        core = Core(self.scheduler, self._to_scheduler, self._to_detokenizer, NullSender())
+        core = make_core(
+            dataclasses.replace(config, max_waiting_tokens=sys.maxsize),
+            LeaderInbox(self._to_scheduler),
+            self._to_detokenizer,
+            NullSender(),
+            has_pace=False,
+            has_twin=run.engine.debug_ranks,
+        )
+        self.scheduler = core.scheduler
         self._loop = make_loop(core, self._engine)
         self._uids = count()
         self._requests: dict[int, _Request] = {}
@@ -124,6 +131,9 @@ class LLM:
         *,
         progress: bool | None = None,
         concurrency: int | None = None,
+        priority: int | Sequence[int] = 0,
+        deadline_ms: int | None = None,
+        cache_salt: str = "",
     ) -> list[Output]:
         """Continue each prompt; text or token ids, one or many.
 
@@ -132,6 +142,9 @@ class LLM:
             params: for all prompts, or one for each; by default the model's own recommendation.
             progress: show a bar; by default for eight prompts and more.
             concurrency: most prompts in the queue or running at a time; by default all, as the scheduler sees fit.
+            priority: for all prompts, or one for each; larger is more important, where the policy looks at it.
+            deadline_ms: milliseconds from now after which what has not ended does, with FinishReason.DEADLINE.
+            cache_salt: K/V is shared only with prompts of the same salt.
 
         Returns:
             one Output a prompt, in their order.
@@ -140,7 +153,9 @@ class LLM:
             InvalidRequest: a prompt or parameter cannot be honoured; nothing of the call goes on.
         """
         single = isinstance(prompts, str) or _is_ids(prompts)
-        return self._run([prompts] if single else list(prompts), params, progress, concurrency=concurrency)
+        asked = [prompts] if single else list(prompts)
+        scheduling = self._scheduling(len(asked), priority, deadline_ms, cache_salt)
+        return self._run(asked, params, progress, scheduling, concurrency=concurrency)
 
     def chat(
         self,
@@ -148,26 +163,40 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool | None = None,
+        priority: int | Sequence[int] = 0,
+        deadline_ms: int | None = None,
+        cache_salt: str = "",
         **template: Any,
     ) -> list[Output]:
-        """Answer one conversation or a list of them; `template` goes to the chat template.
+        """Answer one conversation or a list of them; see `generate`. `template` goes to the chat template.
 
         `template` may hold tools, add_generation_prompt and continue_final_message as in the HTTP API.
         """
-        single = not messages or isinstance(messages[0], Mapping)
-        return self._run([messages] if single else list(messages), params, progress, template=template)
+        asked = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
+        scheduling = self._scheduling(len(asked), priority, deadline_ms, cache_salt)
+        return self._run(asked, params, progress, scheduling, template=template)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[wire.TextDelta, None, None]:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        deadline_ms: int | None = None,
+        cache_salt: str = "",
+    ) -> Generator[wire.TextDelta, None, None]:
         """Generate one choice piece by piece. Closing the generator aborts the request.
 
         Args:
             prompt: text, token ids, or chat messages.
             params: by default the model's own recommendation.
+            priority, deadline_ms, cache_salt: see `generate`.
         """
         params = params or self.default_params()
         if params.n != 1:
             raise InvalidRequest("stream gives one choice; use generate for n > 1", "n")
-        (uid,) = self._submit(_job([next(self._uids)], prompt, params, {}))
+        (scheduling,) = self._scheduling(1, priority, deadline_ms, cache_salt)
+        (uid,) = self._submit(_job([next(self._uids)], prompt, params, scheduling, {}))
         deltas = self._requests[uid].deltas
         try:
             while True:
@@ -195,14 +224,15 @@ class LLM:
         prompts: Sequence[Any],
         params: SamplingParams | Sequence[SamplingParams] | None,
         progress: bool | None,
+        scheduling: Sequence[Scheduling],
         *,
         concurrency: int | None = None,
         template: Mapping[str, Any] | None = None,
     ) -> list[Output]:
         each = self._params_for(prompts, params)
         jobs = [
-            _job([next(self._uids) for _ in range(its.n)], prompt, its, template or {})
-            for prompt, its in zip(prompts, each, strict=True)
+            _job([next(self._uids) for _ in range(its.n)], prompt, its, treated, template or {})
+            for prompt, its, treated in zip(prompts, each, scheduling, strict=True)
         ]
         uids = [uid for job in jobs for uid in job.uids]
         queue = deque(jobs)
@@ -240,6 +270,18 @@ class LLM:
             raise InvalidRequest(f"{len(prompts)} prompts, but {len(params)} sampling parameters", "params")
         return list(params)
 
+    def _scheduling(
+        self, count: int, priority: int | Sequence[int], deadline_ms: int | None, cache_salt: str
+    ) -> list[Scheduling]:
+        priorities = [priority] * count if isinstance(priority, int) else list(priority)
+        if len(priorities) != count:
+            raise InvalidRequest(f"{count} prompts, but {len(priorities)} priorities", "priority")
+        if any(priorities) and not self.scheduler.config.has_priorities:
+            advice = 'make the LLM with policy="priority" or eviction="priority", or leave it out'
+            raise UnsupportedField(f"priority means nothing to this LLM's policies: {advice}", "priority")
+        deadline = deadline_from(milliseconds(), deadline_ms)
+        return [Scheduling(priority=its, deadline=deadline, salt=cache_salt) for its in priorities]
+
     def _submit(self, job: wire.TokenizeJob) -> list[int]:
         """Put a job's requests into the queue; nothing is queued when it is refused."""
         jobs, answer = self._tokenizer_stage.process(job)
@@ -255,7 +297,7 @@ class LLM:
         if not self._is_open:
             raise TokenmillError("this LLM is closed")
         ended = []
-        with _whole_steps():
+        with interrupts_held():
             try:
                 self._loop.turn()
             except Exception:
@@ -301,31 +343,6 @@ class LLM:
                 self._turn()
 
 
-@contextmanager
-def _whole_steps() -> Iterator[None]:
-    """Hold Ctrl-C back until the end of the block: a step that is cut in half could not be committed.
-
-    A second one strikes at once, for a device that hangs.
-    """
-    if current_thread() is not main_thread() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    held: list[int] = []
-
-    def hold(number: int, frame: FrameType | None) -> None:
-        if held:
-            raise KeyboardInterrupt
-        held.append(number)
-
-    signal.signal(signal.SIGINT, hold)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if held:
-        raise KeyboardInterrupt
-
-
 def _run_config(model: str | Path | RunConfig, options: Mapping[str, Any]) -> RunConfig:
     """Options by field name, each given to the config that has the field."""
     run = model if isinstance(model, RunConfig) else RunConfig(ModelConfig(str(model)))
@@ -343,12 +360,18 @@ def _is_ids(prompt: Any) -> TypeGuard[Sequence[int]]:
     return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], int)
 
 
-def _job(uids: list[int], prompt: Any, params: SamplingParams, template: Mapping[str, Any]) -> wire.TokenizeJob:
+def _job(
+    uids: list[int], prompt: Any, params: SamplingParams, scheduling: Scheduling, template: Mapping[str, Any]
+) -> wire.TokenizeJob:
+    return wire.TokenizeJob(uids=uids, params=params, scheduling=scheduling, **_prompt_fields(prompt, template))
+
+
+def _prompt_fields(prompt: Any, template: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(prompt, str):
-        return wire.TokenizeJob(uids=uids, params=params, text=prompt)
+        return {"text": prompt}
     if _is_ids(prompt):
         try:
-            return wire.TokenizeJob(uids=uids, params=params, token_ids=wire.pack_ids(prompt))
+            return {"token_ids": wire.pack_ids(prompt)}
         except (OverflowError, TypeError) as error:
             words = f"prompt token ids must be whole numbers below 2**31: {error}"
             raise InvalidRequest(words, "prompt") from None
@@ -360,8 +383,7 @@ def _job(uids: list[int], prompt: Any, params: SamplingParams, template: Mapping
     if known.get("continue_final_message"):
         known.setdefault("add_generation_prompt", False)
     rest = {name: value for name, value in template.items() if name not in named}
-    chat = wire.ChatPrompt(messages=messages, template_kwargs=rest, **known)
-    return wire.TokenizeJob(uids=uids, params=params, chat=chat)
+    return {"chat": wire.ChatPrompt(messages=messages, template_kwargs=rest, **known)}
 
 
 def _error(info: wire.ErrorInfo) -> TokenmillError:

@@ -14,6 +14,7 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_IDS = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_CHOICES = 128
+MAX_NAME = 512
 SEED_BITS = 63
 MAX_INT32 = 2**31 - 1
 
@@ -34,6 +35,46 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+
+
+class Scheduling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a request is treated beside others; nothing of it changes its tokens.
+
+    Args:
+        priority: larger is more important.
+        deadline: when it must have ended, in milliseconds of `clock.milliseconds`; None is never.
+        tenant: whose request it is, for the fair policy.
+        salt: only requests of the same salt share K/V.
+
+    Raises InvalidRequest when a value is out of range; `param` names the field of the HTTP API.
+    """
+
+    priority: int = 0
+    deadline: int | None = None
+    tenant: str = ""
+    salt: str = ""
+
+    def __post_init__(self) -> None:
+        check_whole("priority", self.priority, -MAX_INT32, MAX_INT32)
+        for name, value in (("user", self.tenant), ("cache_salt", self.salt)):
+            if not isinstance(value, str) or len(value) > MAX_NAME:
+                raise InvalidRequest(f"{name} must be a string of at most {MAX_NAME} characters", name)
+
+
+def deadline_from(now: int, deadline_ms: object = None, timeout: object = None) -> int | None:
+    """When `deadline_ms` milliseconds, or `timeout` seconds, have passed since `now`; None when neither is given.
+
+    Raises InvalidRequest: a value is out of range, or the two differ.
+    """
+    if deadline_ms is not None:
+        check_whole("deadline_ms", deadline_ms, 1, MAX_INT32)
+    if timeout is not None:
+        check_number("timeout", timeout, 0.001, MAX_INT32 // 1000)
+        milliseconds = round(1000 * timeout)  # type: ignore[operator]
+        if deadline_ms not in (None, milliseconds):
+            raise InvalidRequest("deadline_ms and timeout differ: set only one", "timeout")
+        deadline_ms = milliseconds
+    return None if deadline_ms is None else now + deadline_ms  # type: ignore[operator]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -75,15 +116,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 1, MAX_INT32)
-        _whole("min_tokens", self.min_tokens, 0, MAX_INT32)
-        _number("temperature", self.temperature, 0, 100)
-        _whole("top_k", self.top_k, -1, MAX_INT32)
-        _number("top_p", self.top_p, 0, 1)
-        _number("min_p", self.min_p, 0, 1)
-        _whole("n", self.n, 1, MAX_CHOICES)
+            check_whole("max_tokens", self.max_tokens, 1, MAX_INT32)
+        check_whole("min_tokens", self.min_tokens, 0, MAX_INT32)
+        check_number("temperature", self.temperature, 0, 100)
+        check_whole("top_k", self.top_k, -1, MAX_INT32)
+        check_number("top_p", self.top_p, 0, 1)
+        check_number("min_p", self.min_p, 0, 1)
+        check_whole("n", self.n, 1, MAX_CHOICES)
         if self.seed is not None:
-            _whole("seed", self.seed, -(2**63), 2**64 - 1)
+            check_whole("seed", self.seed, -(2**63), 2**64 - 1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(f"min_tokens ({self.min_tokens}) is over max_tokens ({self.max_tokens})", "min_tokens")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
@@ -120,15 +161,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise InvalidRequest("stop_token_ids must be a list of token ids", "stop_token_ids")
         _at_most("stop_token_ids", self.stop_token_ids, MAX_STOP_IDS, "ids")
         for token in self.stop_token_ids:
-            _whole("stop_token_ids", token, 0, MAX_INT32)
+            check_whole("stop_token_ids", token, 0, MAX_INT32)
 
     def _check_bias(self) -> None:
         if not isinstance(self.logit_bias, dict):
             raise InvalidRequest("logit_bias must map token ids to numbers", "logit_bias")
         _at_most("logit_bias", self.logit_bias, MAX_LOGIT_BIAS, "ids")
         for token, bias in self.logit_bias.items():
-            _whole("logit_bias", token, 0, MAX_INT32)
-            _number("logit_bias", bias, -100, 100)
+            check_whole("logit_bias", token, 0, MAX_INT32)
+            check_number("logit_bias", bias, -100, 100)
 
 
 def _at_most(name: str, values: Sized, most: int, what: str) -> None:
@@ -136,13 +177,15 @@ def _at_most(name: str, values: Sized, most: int, what: str) -> None:
         raise InvalidRequest(f"{name} holds at most {most} {what}", name)
 
 
-def _whole(name: str, value: object, least: int, most: int) -> None:
+def check_whole(name: str, value: object, least: int, most: int) -> None:
+    """Raises InvalidRequest, naming the field, unless the value is a whole number from `least` to `most`."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise InvalidRequest(f"{name} must be a whole number, not {value!r}", name)
-    _number(name, value, least, most)
+    check_number(name, value, least, most)
 
 
-def _number(name: str, value: object, least: float, most: float) -> None:
+def check_number(name: str, value: object, least: float, most: float) -> None:
+    """Raises InvalidRequest, naming the field, unless the value is a number from `least` to `most`."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise InvalidRequest(f"{name} must be a number, not {value!r}", name)
     if not least <= value <= most:

@@ -53,7 +53,7 @@ def generate(config, device, prompts, params):
         for uid, prompt in waiting[:2]:
             job = GenerateJob(
                 uid=uid, token_ids=pack_ids(prompt), params=params[uid % len(params)], max_tokens=6 + uid % 5,
-                end_ids=[3], text=TextOptions(), salt="",
+                end_ids=[3], text=TextOptions(),
             )  # fmt: skip
             inbox.send(job)
         del waiting[:2]

@@ -230,7 +230,7 @@ class FakeEngine:
         self.tokenizers = [FakeTokenizer(channel, to_scheduler, self.to_server) for channel in to_tokenizers]
         self.scheduler = FakeScheduler(to_scheduler, to_detokenizer, self.to_server)
         self.detokenizer = FakeDetokenizer(to_detokenizer, self.to_server)
-        self.client = EngineClient(to_tokenizers, to_scheduler)
+        self.client = EngineClient(to_tokenizers, to_scheduler, max_waiting=2000, max_waiting_tokens=10_000)
 
     def step(self) -> bool:
         moved = [stage.step() for stage in (*self.tokenizers, self.scheduler, self.detokenizer)]
@@ -292,7 +292,13 @@ def run_scheduler(settings: SchedulerSettings, report: Report) -> None:
         PushChannel(context, address(settings.directory, "detokenizer")),
         PushChannel(context, address(settings.directory, "server")),
     )
-    report.ready(max_model_len=MAX_MODEL_LEN, vocab_size=65536)
+    report.ready(
+        max_model_len=MAX_MODEL_LEN,
+        vocab_size=65536,
+        max_waiting=100,
+        max_waiting_tokens=10**6,
+        has_priorities=False,
+    )
     while True:
         scheduler.step(0.005)
 

@@ -17,7 +17,14 @@ from tokenmill.server.app import create_app
 from tokenmill.server.routes import AppSettings
 from tokenmill.server.sse import encode_event
 
-SETTINGS = AppSettings(model="org/tiny", max_model_len=1000, max_body_bytes=20_000, health_timeout=0.05, created=7)
+SETTINGS = AppSettings(
+    model="org/tiny",
+    max_model_len=1000,
+    max_body_bytes=20_000,
+    has_priorities=False,
+    answer_timeout=0.05,
+    created=7,
+)
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 

@@ -18,10 +18,11 @@ from tokenmill.wire.messages import Abort, Probe, TextBatch, TextDelta, Tokenize
 class Pipes:
     """A client whose pipes' other ends are the test."""
 
-    def __init__(self, num_tokenizers: int = 1) -> None:
+    def __init__(self, num_tokenizers: int = 1, max_waiting: int = 100, max_waiting_tokens: int = 1000) -> None:
         self.tokenizers: list[MemoryChannel[ToTokenizer]] = [MemoryChannel() for _ in range(num_tokenizers)]
         self.scheduler: MemoryChannel[ToScheduler] = MemoryChannel()
-        self.client = EngineClient(self.tokenizers, self.scheduler)
+        limits = {"max_waiting": max_waiting, "max_waiting_tokens": max_waiting_tokens}
+        self.client = EngineClient(self.tokenizers, self.scheduler, **limits)
 
     def jobs(self, worker: int = 0) -> list[TokenizeJob]:
         return [message for message in self.tokenizers[worker].receive() if isinstance(message, TokenizeJob)]
@@ -176,7 +177,7 @@ def test_a_job_that_cannot_be_sent_leaves_nothing_behind() -> None:
             super().send(message)
 
     channel = Broken()
-    client = EngineClient([channel], MemoryChannel())
+    client = EngineClient([channel], MemoryChannel(), max_waiting=9, max_waiting_tokens=9)
     with pytest.raises(OverflowError), client.open(["good", "bad"], SamplingParams(), echo=False):
         pass
     job, abort = channel.receive()
@@ -215,7 +216,7 @@ def test_probe_is_answered_by_its_own_serial() -> None:
         for probe in reversed(probes):
             pipes.client.deliver(engine.scheduler._pulse(probe.serial))
         assert [(await first).serial, (await second).serial] == [probe.serial for probe in probes]
-        with pytest.raises(TimeoutError):
+        with pytest.raises(Overloaded, match="not answered"):
             await pipes.client.probe(0.001)
         assert pipes.client.open_entries == 0
 

@@ -8,8 +8,16 @@ from typing import Any
 import pytest
 
 from tokenmill.errors import InvalidRequest, UnsupportedField
-from tokenmill.server.protocol import GenerationRequest, decode_body, parse_chat, parse_completion
-from tokenmill.types import SamplingParams
+from tokenmill.server.protocol import (
+    CacheRequest,
+    GenerationRequest,
+    decode_body,
+    parse_cache_request,
+    parse_chat,
+    parse_completion,
+    parse_flush,
+)
+from tokenmill.types import SamplingParams, Scheduling
 from tokenmill.wire.messages import ChatPrompt
 
 USER = {"role": "user", "content": "Hi"}
@@ -110,6 +118,21 @@ def test_json_oddities_that_are_fine() -> None:
         ({"frequency_penalty": "x"}, "frequency_penalty"),
         ({"presence_penalty": False}, "presence_penalty"),
         ({"user": 5}, "user"),
+        ({"user": "x" * 513}, "user"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"cache_salt": "x" * 513}, "cache_salt"),
+        ({"cache_salt": 7}, "cache_salt"),
+        ({"priority": 1.5}, "priority"),
+        ({"priority": False}, "priority"),
+        ({"priority": 2**31}, "priority"),
+        ({"deadline_ms": 0}, "deadline_ms"),
+        ({"deadline_ms": 1.5}, "deadline_ms"),
+        ({"deadline_ms": 2**31}, "deadline_ms"),
+        ({"timeout": 0}, "timeout"),
+        ({"timeout": "5"}, "timeout"),
+        ({"timeout": True}, "timeout"),
+        ({"timeout": 10**9}, "timeout"),
+        ({"timeout": 2, "deadline_ms": 2001}, "timeout"),
         ({"metadata": "x"}, "metadata"),
     ],
 )
@@ -167,7 +190,11 @@ def test_values_that_ask_for_nothing_change_nothing() -> None:
         "metadata": {"a": "b"},
         "service_tier": "auto",
         "parallel_tool_calls": True,
-        "user": "u",
+        "safety_identifier": "s",
+        "priority": 0,
+        "deadline_ms": None,
+        "timeout": None,
+        "cache_salt": None,
         "echo": False,
         "stream_options": None,
         "stop": None,
@@ -208,6 +235,43 @@ def test_everything_honoured_arrives() -> None:
     assert request.params == SamplingParams(**fields, logit_bias={253: 100})
     assert (request.stream, request.include_usage, request.echo) == (True, True, True)
     assert (request.request_id, request.model) == ("my id", "m")
+
+
+def test_what_the_queue_looks_at() -> None:
+    body = {"prompt": "x", "priority": -3, "user": "u", "cache_salt": "s"}
+    for limit in ({"deadline_ms": 1500}, {"timeout": 1.5}, {"timeout": 1.5, "deadline_ms": 1500}):
+        made = parse_completion(body | limit, {}, now=1000).scheduling
+        assert made == Scheduling(priority=-3, deadline=2500, tenant="u", salt="s")
+    assert completion().scheduling == Scheduling()
+
+
+def test_what_the_prefix_cache_is_asked() -> None:
+    assert parse_cache_request({"prompt": [1, 2], "cache_salt": "s"}) == CacheRequest([1, 2], "s", 1000)
+    pin = parse_cache_request({"messages": [USER], "add_generation_prompt": False, "ttl": 0.5}, has_ttl=True)
+    assert pin == CacheRequest(ChatPrompt(messages=[USER], add_generation_prompt=False), "", 500)
+    assert parse_flush({}) == (None, False)
+    assert parse_flush({"cache_salt": "s", "with_pins": True}) == ("s", True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "has_ttl", "param"),
+    [
+        ({}, False, "prompt"),
+        ({"prompt": ["a", "b"]}, False, "prompt"),
+        ({"prompt": "a", "messages": [USER]}, False, "prompt"),
+        ({"prompt": "a", "ttl": 5}, False, "ttl"),
+        ({"prompt": "a"}, True, "ttl"),
+        ({"prompt": "a", "ttl": 0}, True, "ttl"),
+        ({"prompt": "a", "ttl": 10**8}, True, "ttl"),
+        ({"prompt": "a", "cache_salt": ""}, False, "cache_salt"),
+        ({"prompt": "a", "max_tokens": 5}, False, "max_tokens"),
+    ],
+)
+def test_wrong_questions_to_the_prefix_cache(fields: dict[str, Any], has_ttl: bool, param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_cache_request(fields, has_ttl=has_ttl)
+    assert caught.value.param == param
+    assert param in caught.value.message
 
 
 def test_lengths_that_are_left_out() -> None:

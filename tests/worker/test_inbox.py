@@ -14,9 +14,9 @@ import zmq
 from tests.sched.support import make_config
 from tokenmill.engine.fake import FakeEngine
 from tokenmill.sched.scheduler import Scheduler
-from tokenmill.types import SamplingParams
+from tokenmill.types import SamplingParams, Scheduling
 from tokenmill.wire.channel import NullSender, PushChannel, address
-from tokenmill.wire.messages import Abort, GenerateJob, Probe, Stop, TextOptions, TokenBatch, pack_ids
+from tokenmill.wire.messages import Abort, GenerateJob, Probe, Stop, TextOptions, Tick, TokenBatch, pack_ids
 from tokenmill.worker.core import Core
 from tokenmill.worker.inbox import open_inbox
 from tokenmill.worker.loop import make_loop
@@ -30,7 +30,7 @@ def job(uid, prompt, max_tokens):
         max_tokens=max_tokens,
         end_ids=[3, 1000, 77],
         text=TextOptions(),
-        salt=f"salt-{uid % 2}",
+        scheduling=Scheduling(salt=f"salt-{uid % 2}", deadline=2**60 if uid % 3 else None),
     )
 
 
@@ -127,22 +127,19 @@ def test_plans_do_not_depend_on_the_process():
     assert len(outputs.pop()) > 500
 
 
-def test_the_leader_hands_on_empty_batches_too(tmp_path):
+def test_the_leader_hands_on_the_time_also_without_messages(tmp_path):
     """A follower takes in one batch a turn, so that it plans between the same messages as the leader."""
     with zmq.Context() as context:
         follower = open_inbox(context, tmp_path, 1, 2)
         leader = open_inbox(context, tmp_path, 0, 2)
         writer = PushChannel(context, address(tmp_path, "scheduler"))
-        assert leader.receive(0) == []
+        taken = [leader.receive(0)]
         writer.send(Probe(1))
         writer.send(Abort([4]))
-        taken = []
-        while len(taken) < 2:
-            taken += leader.receive(30)
-        assert follower.receive(None) == []
-        replayed = []
-        while len(replayed) < 2:
-            replayed += follower.receive(0)
-        assert replayed == taken == [Probe(1), Abort([4])]
+        while sum(map(len, taken)) < len(taken) + 2:
+            taken.append(leader.receive(30))
+        assert [follower.receive(None) for _ in taken] == taken
+        assert all(isinstance(batch[0], Tick) for batch in taken)
+        assert [message for batch in taken for message in batch[1:]] == [Probe(1), Abort([4])]
         for end in (writer, leader, follower):
             end.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from tokenmill.config import ResolvedConfig
-from tokenmill.errors import Overloaded
+from tokenmill.errors import DeadlinePassed, Overloaded
 from tokenmill.sched import policy
 from tokenmill.sched.cache import PrefixCache
 from tokenmill.sched.forecast import End, Forecast, OutputEstimate
@@ -91,6 +91,7 @@ class Admission:
         The first token can come once what is certain to run before the request is done, at `rate` tokens a second.
 
         Raises:
+            DeadlinePassed: it came too late.
             Overloaded: with the reason, and when to try again.
         """
         config, queue = self._config, self.queue
@@ -105,6 +106,8 @@ class Admission:
         if request.deadline is None:
             return
         late = now - request.deadline
+        if late >= 0:
+            raise DeadlinePassed
         if rate:
             self._look_up(request)
             ahead = sum(its.total_len + self.estimate.remaining(its) for its in queue.ahead(request))

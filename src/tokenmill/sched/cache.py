@@ -102,6 +102,11 @@ class PrefixCache:
         return self._tree.num_pages
 
     @property
+    def num_pins(self) -> int:
+        """Prefixes that are pinned."""
+        return len(self._pins)
+
+    @property
     def num_available(self) -> int:
         """Pages that a new request can have: free, or in the tree and neither in use nor pinned.
 
@@ -268,7 +273,7 @@ class PrefixCache:
     def dump(self, *, max_nodes: int = 1000, max_depth: int = 32, has_salts: bool = False) -> dict[str, object]:
         """The tree as JSON-able data (see ``sched.dump``)."""
         tree = self._tree
-        top = {"page_size": self.page_size, "time": tree.clock, "pins": len(self._pins), **self.pages_by_owner()}
+        top = {"page_size": self.page_size, "time": tree.clock, "pins": self.num_pins, **self.pages_by_owner()}
         return top | tree_as_dict(tree.roots, self._pins, max_nodes, max_depth, has_salts=has_salts)
 
     def free_pages(self) -> tuple[int, ...]:

@@ -75,6 +75,7 @@ class Scheduler:
         Raises:
             InvalidRequest: it has no prompt, or its uid is taken.
             RequestTooLong: it could never run, even alone.
+            DeadlinePassed: its deadline is not after `now`.
             Overloaded: the queue is full, or the request's deadline cannot be met.
         """
         config = self.config

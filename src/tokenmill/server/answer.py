@@ -25,7 +25,7 @@ class Answer(Response):
     """
 
     def __init__(
-        self, client: EngineClient, call: GenerationRequest, shape: Shape, model: str, request_id: str
+        self, client: EngineClient, call: GenerationRequest, shape: Shape, model: str, request_id: str, size: int
     ) -> None:
         super().__init__()
         self._client = client
@@ -33,13 +33,15 @@ class Answer(Response):
         self._shape = shape
         self._id = f"{shape.prefix}-{request_id}"
         self._model = model
+        self._size = size
         self._created = int(time.time())
         self._extra_headers = {"x-request-id": request_id}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the request; the body must have been received."""
         call = self._call
-        with self._client.open(call.prompts, call.params, echo=call.echo) as generation:
+        options: dict[str, Any] = {"echo": call.echo, "scheduling": call.scheduling, "size": self._size}
+        with self._client.open(call.prompts, call.params, **options) as generation:
             watcher = asyncio.create_task(_watch(receive, generation))
             try:
                 await generation.accepted()

@@ -12,17 +12,21 @@ import itertools
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
 import zmq.asyncio
 
-from tokenmill.errors import TokenmillError
+from tokenmill.errors import DeadlinePassed, InvalidRequest, Overloaded, TokenmillError
 from tokenmill.server.errors import EngineError
 from tokenmill.server.protocol import Prompt
-from tokenmill.types import FinishReason, SamplingParams, Usage
+from tokenmill.types import FinishReason, SamplingParams, Scheduling, Usage
 from tokenmill.wire import messages as wire
 from tokenmill.wire.channel import Sender, address
+
+MAX_QUESTIONS = 1024
+TOKEN_SIZE = 4  # bytes of a request's body, roughly
 
 
 class Inbox:
@@ -54,6 +58,16 @@ class _Route:
     index: int
     worker: int
     has_arrived: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A prompt on its way through a tokenizer. `size` is in bytes."""
+
+    generation: Generation
+    worker: int
+    num_choices: int
+    size: int
 
 
 class Generation:
@@ -124,6 +138,8 @@ class Generation:
             self._not_finished.discard(index)
         if delta.error is not None or delta.finish_reason is FinishReason.ERROR:
             self.fail(EngineError(delta.error or wire.ErrorInfo("the request failed; the server's log may tell why")))
+        elif delta.finish_reason is FinishReason.DEADLINE and not any(self._completion):
+            self.fail(DeadlinePassed())
         elif delta.text or delta.finish_reason is not None:
             before = self._pending.get(index)
             self._pending[index] = delta if before is None else _merge(before, delta)
@@ -141,16 +157,29 @@ def _merge(first: wire.TextDelta, second: wire.TextDelta) -> wire.TextDelta:
 
 
 class EngineClient:
-    """Sends jobs to tokenizers and aborts to the scheduler; delivers what comes back. `idle`: no request is open."""
+    """Sends jobs to tokenizers and aborts to the scheduler; delivers what comes back. `idle`: no request is open.
 
-    def __init__(self, tokenizers: Sequence[Sender[wire.ToTokenizer]], scheduler: Sender[wire.ToScheduler]) -> None:
+    As many requests and tokens as may wait in the scheduler's queue may also wait for the tokenizers.
+    """
+
+    def __init__(
+        self,
+        tokenizers: Sequence[Sender[wire.ToTokenizer]],
+        scheduler: Sender[wire.ToScheduler],
+        *,
+        max_waiting: int,
+        max_waiting_tokens: int,
+    ) -> None:
         self._tokenizers = tokenizers
         self._scheduler = scheduler
+        self._max_waiting = max_waiting
+        self._max_size = TOKEN_SIZE * max_waiting_tokens
         self._routes: dict[int, _Route] = {}
-        self._jobs: dict[int, tuple[int, Generation]] = {}  # worker; by first uid, until the tokenizer answers
+        self._jobs: dict[int, _Job] = {}  # by first uid, until the tokenizer answers
         self._load = [0] * len(tokenizers)
+        self._num_waiting = self._waiting_size = 0  # of all jobs
         self._generations: dict[Generation, list[int]] = {}
-        self._probes: dict[int, asyncio.Future[wire.Pulse]] = {}
+        self._questions: dict[int, asyncio.Future[wire.Pulse | wire.CacheAnswer]] = {}
         self._uids = itertools.count(1)
         self._serials = itertools.count(1)
         self._failure: TokenmillError | None = None
@@ -160,22 +189,39 @@ class EngineClient:
     @property
     def open_entries(self) -> int:
         """Entries in all tables; 0 when nothing is open and every tokenizer has answered."""
-        return len(self._routes) + len(self._jobs) + len(self._generations) + len(self._probes) + sum(self._load)
+        return len(self._routes) + len(self._jobs) + len(self._generations) + len(self._questions) + sum(self._load)
 
     @contextlib.contextmanager
-    def open(self, prompts: Sequence[Prompt], params: SamplingParams, *, echo: bool) -> Iterator[Generation]:
-        """Start a request; on leaving, what has not ended is aborted and all bookkeeping freed.
+    def open(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        echo: bool,
+        scheduling: Scheduling = Scheduling(),  # noqa: B008  (immutable)
+        size: int = 0,
+    ) -> Iterator[Generation]:
+        """Start a request of `size` bytes; on leaving, what has not ended is aborted and all bookkeeping freed.
 
-        Raises TokenmillError when the server is ending.
+        Raises Overloaded when too much waits for the tokenizers, InvalidRequest when there will never be room for all
+        choices, and TokenmillError when the server is ending.
         """
         if self._failure is not None:
             raise self._failure
+        self._check_room(len(prompts) * params.n, size)
         generation = Generation(len(prompts), params.n)
         self._generations[generation] = []
         self.idle.clear()
         try:
             for number, prompt in enumerate(prompts):
-                self._send_job(generation, number, prompt, params, echo)
+                job = wire.TokenizeJob(
+                    uids=[next(self._uids) for _ in range(params.n)],
+                    params=params,
+                    echo=echo,
+                    scheduling=scheduling,
+                    **_fields(prompt),
+                )
+                self._send_job(generation, number, job, size // len(prompts))
             yield generation
         finally:
             self._close(generation)
@@ -193,8 +239,8 @@ class EngineClient:
                 self._job_done(uids)
                 for route in filter(None, [self._routes.pop(uid, None) for uid in uids]):
                     route.generation.fail(EngineError(error))
-            case wire.Pulse():
-                waiter = self._probes.pop(message.serial, None)
+            case wire.Pulse() | wire.CacheAnswer():
+                waiter = self._questions.pop(message.serial, None)
                 if waiter is not None and not waiter.done():  # it may be cancelled, and its owner not yet woken
                     waiter.set_result(message)
 
@@ -206,53 +252,82 @@ class EngineClient:
     async def probe(self, timeout: float) -> wire.Pulse:
         """Ask the scheduler for a sign of life.
 
-        Raises TimeoutError when none comes within `timeout` seconds, TokenmillError when the server is ending.
+        Raises Overloaded when none comes within `timeout` seconds, TokenmillError when the server is ending.
         """
+        serial = next(self._serials)
+        pulse = await self._ask(serial, self._scheduler, wire.Probe(serial), timeout)
+        assert isinstance(pulse, wire.Pulse)
+        return pulse
+
+    async def ask_cache(self, call: wire.CacheCall, timeout: float, prompt: Prompt | None = None) -> dict[str, Any]:
+        """Ask the prefix cache, about a prompt if one is given.
+
+        Raises EngineError when the answer is one; otherwise as `probe`.
+        """
+        serial = next(self._serials)
+        call = msgspec.structs.replace(call, serial=serial, **({} if prompt is None else _fields(prompt)))
+        worker = self._tokenizers[serial % len(self._tokenizers)]
+        answer = await self._ask(serial, self._scheduler if prompt is None else worker, call, timeout)
+        assert isinstance(answer, wire.CacheAnswer)
+        if answer.error is not None:
+            raise EngineError(answer.error)
+        return answer.data
+
+    async def _ask(
+        self, serial: int, pipe: Sender[Any], question: object, timeout: float
+    ) -> wire.Pulse | wire.CacheAnswer:
         if self._failure is not None:
             raise self._failure
-        serial = next(self._serials)
-        waiter = self._probes[serial] = asyncio.get_running_loop().create_future()
-        self._scheduler.send(wire.Probe(serial))
+        if len(self._questions) >= MAX_QUESTIONS:
+            raise Overloaded(f"{MAX_QUESTIONS} questions wait for the scheduler's answer; try again later")
+        waiter = self._questions[serial] = asyncio.get_running_loop().create_future()
+        pipe.send(question)
         try:
             return await asyncio.wait_for(waiter, timeout)
+        except TimeoutError:
+            raise Overloaded(f"the scheduler has not answered within {timeout:g} s") from None
         finally:
-            self._probes.pop(serial, None)
+            self._questions.pop(serial, None)
 
     def fail(self, error: TokenmillError) -> None:
-        """End every open request and probe with this error, and refuse new ones with it."""
+        """End every open request and question with this error, and refuse new ones with it."""
         self._failure = error
         for generation in self._generations:
             generation.fail(error)
-        for waiter in self._probes.values():
+        for waiter in self._questions.values():
             if not waiter.done():
                 waiter.set_exception(error)
 
-    def _send_job(
-        self, generation: Generation, number: int, prompt: Prompt, params: SamplingParams, echo: bool
-    ) -> None:
-        uids = [next(self._uids) for _ in range(params.n)]
-        worker = self._load.index(min(self._load))
-        self._tokenizers[worker].send(
-            wire.TokenizeJob(
-                uids=uids,
-                params=params,
-                text=prompt if isinstance(prompt, str) else None,
-                token_ids=wire.pack_ids(prompt) if isinstance(prompt, list) else None,
-                chat=prompt if isinstance(prompt, wire.ChatPrompt) else None,
-                echo=echo,
+    def _check_room(self, num_choices: int, size: int) -> None:
+        most = self._max_waiting
+        if num_choices > most:
+            raise InvalidRequest(f"{num_choices} answers are over the {most} that may wait: send several requests", "n")
+        if self._jobs and (self._num_waiting + num_choices > most or self._waiting_size + size > self._max_size):
+            waiting = f"{self._num_waiting} requests of {self._waiting_size} bytes"
+            raise Overloaded(
+                f"the tokenizers' queue is full ({waiting} are waiting, of at most {most} and {self._max_size}); "
+                "try again later"
             )
-        )
+
+    def _send_job(self, generation: Generation, number: int, job: wire.TokenizeJob, size: int) -> None:
+        worker = self._load.index(min(self._load))
+        self._tokenizers[worker].send(job)
         self._load[worker] += 1
-        self._jobs[uids[0]] = worker, generation
-        for choice, uid in enumerate(uids):
-            self._routes[uid] = _Route(generation, number * params.n + choice, worker)
-        self._generations[generation] += uids
+        self._jobs[job.uids[0]] = _Job(generation, worker, len(job.uids), size)
+        self._num_waiting += len(job.uids)
+        self._waiting_size += size
+        for index, uid in enumerate(job.uids, number * len(job.uids)):
+            self._routes[uid] = _Route(generation, index, worker)
+        self._generations[generation] += job.uids
 
     def _job_done(self, uids: list[int]) -> Generation | None:
-        worker, generation = self._jobs.pop(uids[0], (0, None))
-        if generation is not None:
-            self._load[worker] -= 1
-        return generation
+        job = self._jobs.pop(uids[0], None)
+        if job is None:
+            return None
+        self._load[job.worker] -= 1
+        self._num_waiting -= job.num_choices
+        self._waiting_size -= job.size
+        return job.generation
 
     def _add(self, delta: wire.TextDelta) -> None:
         route = self._routes.get(delta.uid)
@@ -276,3 +351,10 @@ class EngineClient:
             self._tokenizers[worker].send(wire.Abort(uids))
         if not self._generations:
             self.idle.set()
+
+
+def _fields(prompt: Prompt) -> dict[str, Any]:
+    """A prompt as messages have it."""
+    if isinstance(prompt, str):
+        return {"text": prompt}
+    return {"token_ids": wire.pack_ids(prompt)} if isinstance(prompt, list) else {"chat": prompt}

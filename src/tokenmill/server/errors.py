@@ -40,7 +40,7 @@ class EngineError(TokenmillError):
 
     def __init__(self, info: ErrorInfo) -> None:
         super().__init__(info.message)
-        self.status, self.kind, self.param = info.status, info.kind, info.param
+        self.status, self.kind, self.param, self.retry_after = info.status, info.kind, info.param, info.retry_after
 
 
 class RouteError(TokenmillError):
@@ -61,6 +61,8 @@ def error_response(error: TokenmillError, headers: Mapping[str, str] | None = No
     """The HTTP answer to an error; Retry-After where trying again can help."""
     if error.status in RETRY_STATUS:
         headers = {"Retry-After": str(getattr(error, "retry_after", 1))}
+    elif error.status == HTTPStatus.GATEWAY_TIMEOUT:
+        headers = {"x-should-retry": "false"}  # OpenAI's clients would begin anew what was to be over by now
     return json_response(error_object(error), error.status, headers)
 
 

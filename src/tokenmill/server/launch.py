@@ -22,6 +22,7 @@ from tokenmill.config import RunConfig, ServerConfig, check_range
 from tokenmill.errors import ConfigError
 from tokenmill.hub import resolve_model
 from tokenmill.procs import ProcessPlan, Supervisor
+from tokenmill.sched.policy_file import load_policy
 from tokenmill.text.settings import TextSettings
 from tokenmill.worker.settings import SchedulerSettings
 
@@ -60,6 +61,7 @@ def serve(run: RunConfig, server: ServerConfig, planner: Planner = plan_processe
     check_range("--start-timeout", server.start_timeout, 0.1, 10**6)
     check_range("--shutdown-grace", server.shutdown_grace, 0, 10**6)
     log.configure("server", server.log_level)
+    load_policy(run.scheduler.policy)  # the scheduler does it too, seconds later
     with bind(server.host, server.port) as listener, _terminate_as_interrupt(), private_directory() as directory:
         model = resolve_model(run.model.model, needs_weights=not run.model.random_weights)
         supervisor = Supervisor(server.start_timeout)

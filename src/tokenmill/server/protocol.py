@@ -10,7 +10,7 @@ import msgspec
 
 from tokenmill.errors import InvalidRequest, UnsupportedField
 from tokenmill.text.messages import check_messages
-from tokenmill.types import MAX_INT32, SamplingParams
+from tokenmill.types import MAX_INT32, SamplingParams, Scheduling, check_number, deadline_from
 from tokenmill.wire.messages import ChatPrompt
 
 Prompt = str | list[int] | ChatPrompt
@@ -19,12 +19,13 @@ COMPLETION_MAX_TOKENS = 16
 MAX_CHOICES_IN_ALL = 1024
 MAX_DEPTH = 32
 MAX_REQUEST_ID = 256
+MAX_TTL = 30 * 86400
 
 SAMPLING = tuple(name for name in SamplingParams.__struct_fields__ if name not in ("max_tokens", "logit_bias"))
-LABELS: Mapping[str, type] = {"user": str, "safety_identifier": str, "metadata": dict}
+LABELS: Mapping[str, type] = {"safety_identifier": str, "metadata": dict}
 NAMES = {bool: "true or false", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}
 ONLY_NULL = (
-    "prompt_logprobs structured_outputs audio prediction reasoning_effort verbosity web_search_options cache_salt "
+    "prompt_logprobs structured_outputs audio prediction reasoning_effort verbosity web_search_options "
     "allowed_token_ids truncate_prompt_tokens"
 )
 ONLY_FALSE = (
@@ -37,7 +38,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(ONLY_FALSE.split(), (False,)),
     **dict.fromkeys(("tools", "functions", "bad_words"), ([],)),
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "top_logprobs", "priority"), (0,)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "top_logprobs"), (0,)),
     **dict.fromkeys(("repetition_penalty", "length_penalty"), (1,)),
     "response_format": ({"type": "text"},),
     "parallel_tool_calls": (True, False),
@@ -59,6 +60,16 @@ class GenerationRequest:
     include_usage: bool
     echo: bool
     request_id: str | None
+    scheduling: Scheduling
+
+
+@dataclass(frozen=True, slots=True)
+class CacheRequest:
+    """A prompt that the prefix cache is asked about; `ttl_ms` is for pins."""
+
+    prompt: Prompt
+    salt: str
+    ttl_ms: int
 
 
 def decode_body(body: bytes) -> dict[str, Any]:
@@ -77,30 +88,56 @@ def decode_body(body: bytes) -> dict[str, Any]:
     return value
 
 
-def parse_chat(body: dict[str, Any], defaults: Mapping[str, Any]) -> GenerationRequest:
+def parse_chat(body: dict[str, Any], defaults: Mapping[str, Any], now: int = 0) -> GenerationRequest:
     """A /v1/chat/completions request; `defaults` are sampling values for fields that are left out.
 
-    Raises InvalidRequest for a field that is missing, wrong, or not honoured (UnsupportedField).
+    `now` is when it came, in milliseconds: deadlines count from there. Raises InvalidRequest for a field that is
+    missing, wrong, or not honoured (UnsupportedField).
     """
     fields = _Fields(body)
+    return _finish(fields, [_chat_prompt(fields)], defaults, now)
+
+
+def parse_completion(body: dict[str, Any], defaults: Mapping[str, Any], now: int = 0) -> GenerationRequest:
+    """A /v1/completions request; see `parse_chat`."""
+    fields = _Fields(body)
+    prompts = _prompts(fields.take("prompt"))
+    return _finish(fields, prompts, defaults, now, COMPLETION_MAX_TOKENS, echo=fields.flag("echo"))
+
+
+def parse_cache_request(body: dict[str, Any], *, has_ttl: bool = False) -> CacheRequest:
+    """One prompt, or messages, with a `cache_salt` and, for a pin, `ttl` in seconds; raises as `parse_chat`."""
+    fields = _Fields(body)
+    ttl = fields.take("ttl") if has_ttl else 1
+    check_number("ttl", ttl, 0.001, MAX_TTL)
+    salt = _salt(fields) or ""
+    prompts: list[Prompt] = [_chat_prompt(fields)] if "messages" in body else _prompts(fields.take("prompt"))
+    if len(prompts) != 1:
+        raise InvalidRequest("prompt must be a single one: send several requests", "prompt")
+    fields.refuse_rest()
+    return CacheRequest(prompts[0], salt, round(1000 * ttl))
+
+
+def parse_flush(body: dict[str, Any]) -> tuple[str | None, bool]:
+    """`cache_salt`, or None for all, and whether to forget what is pinned too."""
+    fields = _Fields(body)
+    salt, with_pins = _salt(fields), fields.flag("with_pins")
+    fields.refuse_rest()
+    return salt, with_pins
+
+
+def _chat_prompt(fields: _Fields) -> ChatPrompt:
     continues = fields.flag("continue_final_message")
     template_kwargs = fields.typed("chat_template_kwargs", dict) or {}
     if not _can_travel(template_kwargs):
         words = f"must not be nested over {MAX_DEPTH} deep, or hold integers over 64 bits"
         raise InvalidRequest(f"chat_template_kwargs {words}", "chat_template_kwargs")
-    prompt = ChatPrompt(
+    return ChatPrompt(
         messages=check_messages(fields.take("messages")),
         add_generation_prompt=fields.flag("add_generation_prompt", not continues),
         continue_final_message=continues,
         template_kwargs=template_kwargs,
     )
-    return _finish(fields, [prompt], defaults)
-
-
-def parse_completion(body: dict[str, Any], defaults: Mapping[str, Any]) -> GenerationRequest:
-    """A /v1/completions request; see `parse_chat`."""
-    fields = _Fields(body)
-    return _finish(fields, _prompts(fields.take("prompt")), defaults, COMPLETION_MAX_TOKENS, echo=fields.flag("echo"))
 
 
 class _Fields:
@@ -132,6 +169,7 @@ def _finish(
     fields: _Fields,
     prompts: list[Prompt],
     defaults: Mapping[str, Any],
+    now: int,
     max_tokens: int | None = None,
     echo: bool = False,
 ) -> GenerationRequest:
@@ -147,8 +185,22 @@ def _finish(
     model, request_id = fields.typed("model", str), fields.typed("request_id", str)
     if request_id is not None:
         check_request_id(request_id, "request_id")
+    priority = fields.take("priority")
+    scheduling = Scheduling(
+        priority=0 if priority is None else priority,
+        deadline=deadline_from(now, fields.take("deadline_ms"), fields.take("timeout")),
+        tenant=fields.typed("user", str) or "",
+        salt=_salt(fields) or "",
+    )
     fields.refuse_rest()
-    return GenerationRequest(model, prompts, params, stream, include_usage, echo, request_id)
+    return GenerationRequest(model, prompts, params, stream, include_usage, echo, request_id, scheduling)
+
+
+def _salt(fields: _Fields) -> str | None:
+    salt: str | None = fields.typed("cache_salt", str)
+    if salt == "":
+        raise InvalidRequest("cache_salt must not be empty: leave it out to share K/V with all", "cache_salt")
+    return salt
 
 
 def check_request_id(request_id: str, name: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +12,10 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from tokenmill.errors import ModelNotFound, Overloaded
+from tokenmill.clock import milliseconds
+from tokenmill.errors import ModelNotFound, UnsupportedField
 from tokenmill.server.answer import Answer
+from tokenmill.server.cache_routes import add_cache_routes
 from tokenmill.server.client import EngineClient
 from tokenmill.server.errors import BodyTooLarge, ClientLeft, WrongContentType, json_response
 from tokenmill.server.protocol import GenerationRequest, check_request_id, decode_body, parse_chat, parse_completion
@@ -24,13 +26,18 @@ from tokenmill.version import __version__
 
 @dataclass(frozen=True)
 class AppSettings:
-    """What the routes need to know. `sampling_defaults` are the model's own; `health_timeout` is in seconds."""
+    """What the routes need to know.
+
+    `has_priorities`: requests may have one. `sampling_defaults` are the model's own. The scheduler must answer within
+    `answer_timeout` seconds.
+    """
 
     model: str
     max_model_len: int
     max_body_bytes: int
+    has_priorities: bool
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
-    health_timeout: float = 5.0
+    answer_timeout: float = 5.0
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -47,13 +54,11 @@ def make_router(client: EngineClient, settings: AppSettings) -> APIRouter:
 
     @router.post("/v1/chat/completions", openapi_extra=CHAT_BODY, summary="Chat, OpenAI-compatible")
     async def chat_completions(request: Request) -> Response:
-        body = decode_body(await read_body(request, settings.max_body_bytes))
-        return _answer(request, parse_chat(body, settings.sampling_defaults), ChatShape())
+        return await _answer(request, parse_chat, ChatShape())
 
     @router.post("/v1/completions", openapi_extra=COMPLETION_BODY, summary="Text completion, OpenAI-compatible")
     async def completions(request: Request) -> Response:
-        body = decode_body(await read_body(request, settings.max_body_bytes))
-        return _answer(request, parse_completion(body, settings.sampling_defaults), CompletionShape())
+        return await _answer(request, parse_completion, CompletionShape())
 
     @router.get("/v1/models", summary="The model that is served")
     async def models() -> Response:
@@ -66,20 +71,28 @@ def make_router(client: EngineClient, settings: AppSettings) -> APIRouter:
 
     @router.get("/health", summary="200 when the scheduler moves")
     async def health() -> Response:
-        try:
-            pulse = await client.probe(settings.health_timeout)
-        except TimeoutError:
-            raise Overloaded(f"the scheduler has not answered within {settings.health_timeout:g} s") from None
+        pulse = await client.probe(settings.answer_timeout)
         return json_response({"status": "ok"} | msgspec.structs.asdict(pulse))
 
     @router.get("/version", summary="tokenmill's version")
     async def version() -> Response:
         return json_response({"version": __version__})
 
-    def _answer(request: Request, call: GenerationRequest, shape: Shape) -> Response:
+    async def read(request: Request) -> dict[str, Any]:
+        return decode_body(await read_body(request, settings.max_body_bytes))
+
+    add_cache_routes(router, client, read, settings.answer_timeout)
+
+    async def _answer(request: Request, parse: Callable[..., GenerationRequest], shape: Shape) -> Response:
+        came = milliseconds()
+        raw = await read_body(request, settings.max_body_bytes)
+        call = parse(decode_body(raw), settings.sampling_defaults, came)
         if call.model is not None:
             _check_model(call.model)
-        return Answer(client, call, shape, settings.model, request_id_of(request, call))
+        if call.scheduling.priority and not settings.has_priorities:
+            advice = "start the server with --policy priority or --eviction priority, or leave it out"
+            raise UnsupportedField(f"priority means nothing to this server's policies: {advice}", "priority")
+        return Answer(client, call, shape, settings.model, request_id_of(request, call), len(raw))
 
     def _check_model(name: str) -> None:
         if name != settings.model:

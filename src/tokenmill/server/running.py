@@ -72,7 +72,8 @@ class Running:
             info = self.ready["scheduler-0"].info
             for tokenizer in tokenizers:
                 tokenizer.send(Limits(max_model_len=info["max_model_len"], vocab_size=info["vocab_size"]))
-            return await self._supervise(EngineClient(tokenizers, scheduler), inbox, supervisor)
+            limits = {name: info[name] for name in ("max_waiting", "max_waiting_tokens")}
+            return await self._supervise(EngineClient(tokenizers, scheduler, **limits), inbox, supervisor)
 
     async def _supervise(self, client: EngineClient, inbox: Inbox, supervisor: Supervisor) -> int:
         http = _HttpServer(self._http_config(client), self._say_ready)
@@ -111,9 +112,11 @@ class Running:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _http_config(self, client: EngineClient) -> uvicorn.Config:
+        info = self.ready["scheduler-0"].info
         settings = AppSettings(
             model=self.name,
-            max_model_len=self.ready["scheduler-0"].info["max_model_len"],
+            max_model_len=info["max_model_len"],
+            has_priorities=info["has_priorities"],
             max_body_bytes=self.server.max_body_bytes,
             sampling_defaults=self.ready["tokenizer-0"].info.get("sampling_defaults", {}),
         )

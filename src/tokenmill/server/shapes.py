@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tokenmill.types import Usage
+from tokenmill.types import FinishReason, Usage
 from tokenmill.wire.messages import TextDelta
 
 Json = dict[str, Any]
@@ -72,4 +72,7 @@ def usage_json(usage: Usage) -> Json:
 
 
 def _end(delta: TextDelta) -> Json:
+    """A deadline cancels a request: that is what clients know, and the reason says why."""
+    if delta.finish_reason is FinishReason.DEADLINE:
+        return {"finish_reason": FinishReason.ABORT, "stop_reason": FinishReason.DEADLINE}
     return {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -11,9 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import zmq
 
-from tokenmill.errors import ConfigError, InvalidRequest, RequestTooLong, TokenmillError
+from tokenmill.clock import milliseconds
+from tokenmill.errors import ConfigError, DeadlinePassed, InvalidRequest, RequestTooLong, TokenmillError
 from tokenmill.procs import Report
 from tokenmill.text.chat import encode_chat
 from tokenmill.text.chat_template import ChatTemplate
@@ -58,17 +61,20 @@ class TokenizerStage:
             assert self.limits is not None, "Limits come before the first job"
             token_ids = self._prompt_ids(job, self.limits)
             jobs = self._generate_jobs(job, token_ids, self.limits)
-        except TokenmillError as error:
-            return [], wire.Refused(job.uids, wire.ErrorInfo(error.message, error.kind, error.status, error.param))
-        except RecursionError:
-            info = wire.ErrorInfo("the request is nested too deeply", InvalidRequest.kind, InvalidRequest.status)
-            return [], wire.Refused(job.uids, info)
-        except Exception:
-            logger.exception("tokenizing failed for %s", job.uids)
-            return [], wire.Refused(job.uids, wire.ErrorInfo("tokenizing failed inside the server; see its log"))
+        except Exception as error:
+            return [], wire.Refused(job.uids, _failure(error))
         return jobs, wire.Tokenized(job.uids, len(token_ids))
 
-    def _prompt_ids(self, job: wire.TokenizeJob, limits: wire.Limits) -> list[int]:
+    def fill_in(self, call: wire.CacheCall) -> wire.CacheCall | wire.CacheAnswer:
+        """The call with its prompt as ids; or an answer, when there can be none."""
+        try:
+            assert self.limits is not None, "Limits come before the first call"
+            token_ids = wire.pack_ids(self._prompt_ids(call, self.limits))
+        except Exception as error:
+            return wire.CacheAnswer(call.serial, error=_failure(error))
+        return msgspec.structs.replace(call, text=None, chat=None, token_ids=token_ids)
+
+    def _prompt_ids(self, job: wire.TokenizeJob | wire.CacheCall, limits: wire.Limits) -> list[int]:
         param = "messages" if job.chat else "prompt"
         check_length = partial(self._check_length, limits.max_model_len, param)
         if job.token_ids is not None:
@@ -121,9 +127,19 @@ class TokenizerStage:
                 max_tokens=max_tokens,
                 end_ids=[] if params.ignore_eos else [i for i in self._tokenizer.end_ids if i < limits.vocab_size],
                 text=options,
+                scheduling=job.scheduling,
             )
             for index, uid in enumerate(job.uids)
         ]
+
+
+def _failure(error: Exception) -> wire.ErrorInfo:
+    if isinstance(error, RecursionError):
+        error = InvalidRequest("the request is nested too deeply")
+    if isinstance(error, TokenmillError):
+        return wire.error_info(error)
+    logger.error("tokenizing failed", exc_info=error)
+    return wire.ErrorInfo("tokenizing failed inside the server; see its log")
 
 
 def _check_ids(token_ids: Any, vocab_size: int, param: str) -> None:
@@ -276,11 +292,19 @@ def tokenizer_loop(
                 stage.limits = limits
             case wire.TokenizeJob() as job if aborted.issuperset(job.uids):
                 server.send(wire.Refused(job.uids, wire.ErrorInfo("aborted before it was tokenized", status=499)))
+            case wire.TokenizeJob() as job if (job.scheduling.deadline or math.inf) <= milliseconds():
+                server.send(wire.Refused(job.uids, wire.error_info(DeadlinePassed())))
             case wire.TokenizeJob() as job:
                 jobs, answer = stage.process(job)
                 server.send(answer)
                 for generate in jobs:
                     scheduler.send(generate)
+            case wire.CacheCall() as call:
+                filled = stage.fill_in(call)
+                if isinstance(filled, wire.CacheCall):
+                    scheduler.send(filled)
+                else:
+                    server.send(filled)
             case wire.Abort() as abort:
                 aborted.difference_update(abort.uids)
                 scheduler.send(abort)

@@ -2,12 +2,13 @@
 
 Token ids travel as int32 bytes (`pack_ids`, `unpack_ids`), results as columns. Who sends what to whom:
 
-    API server  -- Limits, TokenizeJob, Abort --> tokenizer worker k   (one pipe a worker, first in first out)
-    tokenizer   -- GenerateJob, Abort -->  scheduler            (an Abort follows its job and cannot overtake it)
-    tokenizer   -- Tokenized, Refused -->  API server
-    API server  -- Abort, Probe ------->   scheduler            (Abort only after the job is known to have arrived)
+    API server  -- Limits, TokenizeJob, CacheCall, Abort --> tokenizer worker k     (one pipe each, first in first out)
+    tokenizer   -- GenerateJob, CacheCall, Abort --> scheduler  (an Abort follows its job and cannot overtake it)
+    tokenizer   -- Tokenized, Refused, CacheAnswer --> API server
+    API server  -- Abort, Probe, CacheCall --> scheduler        (Abort only after the job is known to have arrived)
+    rank 0      -- Tick, and all that it received --> other ranks
     scheduler   -- OpenText, TokenBatch -> detokenizer          (OpenText before the request's first token)
-    scheduler   -- Pulse ------------------> API server
+    scheduler   -- Pulse, CacheAnswer -----> API server
     detokenizer -- TextBatch -----------> API server
     detokenizer -- Abort ---------------> scheduler             (a stop string was found)
 """
@@ -16,11 +17,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from tokenmill.types import FinishReason, SamplingParams
+from tokenmill.errors import Overloaded, TokenmillError
+from tokenmill.types import FinishReason, SamplingParams, Scheduling
 
 
 def pack_ids(token_ids: Iterable[int]) -> bytes:
@@ -36,12 +38,19 @@ def unpack_ids(data: bytes) -> list[int]:
 
 
 class ErrorInfo(msgspec.Struct, frozen=True):
-    """An error that a client can be shown; the fields of OpenAI's error object, and the HTTP status."""
+    """An error that a client can be shown: the fields of OpenAI's error object, HTTP status, seconds to try again."""
 
     message: str
     kind: str = "InternalServerError"
     status: int = 500
     param: str | None = None
+    retry_after: int = 1
+
+
+def error_info(error: TokenmillError) -> ErrorInfo:
+    """What another process is told of an error."""
+    retry_after = error.retry_after if isinstance(error, Overloaded) else 1
+    return ErrorInfo(error.message, error.kind, error.status, error.param, retry_after)
 
 
 class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +83,7 @@ class TokenizeJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     token_ids: bytes | None = None
     chat: ChatPrompt | None = None
     echo: bool = False
+    scheduling: Scheduling = Scheduling()
 
 
 class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,8 +105,7 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
 class GenerateJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """One request for the scheduler. `end_ids` are the model's; empty with `ignore_eos`.
 
-    `max_tokens` is resolved: never None. `text` is handed on to the detokenizer unread. `salt` is what else
-    changes K/V besides the ids.
+    `max_tokens` is resolved: never None. `text` is handed on to the detokenizer unread.
     """
 
     uid: int
@@ -105,7 +114,7 @@ class GenerateJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     max_tokens: int
     end_ids: list[int]
     text: TextOptions
-    salt: str = ""
+    scheduling: Scheduling = Scheduling()
 
 
 class Tokenized(msgspec.Struct, frozen=True, tag=True):
@@ -148,6 +157,40 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     cached_tokens: int = 0
     generated_tokens: int = 0
     retractions: int = 0
+
+
+class Tick(msgspec.Struct, frozen=True, tag=True):
+    """The time of a turn, in milliseconds of rank 0's clock: the first of the messages that all ranks take in."""
+
+    now: int
+
+
+class CacheCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Asks the prefix cache for something, answered between steps by a CacheAnswer with the same serial.
+
+    probe, pin and unpin are about a prompt. As `text` or `chat` it goes through a tokenizer, which puts `token_ids` in
+    its place. A pin lasts `ttl` milliseconds. flush forgets one `salt`, or with None all of them, and what is pinned
+    only `with_pins`. tree gives at most `max_nodes` nodes of `max_depth` levels.
+    """
+
+    serial: int = 0
+    verb: Literal["stats", "probe", "pin", "unpin", "flush", "tree"]
+    text: str | None = None
+    token_ids: bytes | None = None
+    chat: ChatPrompt | None = None
+    salt: str | None = None
+    ttl: int = 0
+    with_pins: bool = False
+    max_nodes: int = 0
+    max_depth: int = 0
+
+
+class CacheAnswer(msgspec.Struct, frozen=True, tag=True):
+    """What came of a CacheCall: data for JSON, or an error."""
+
+    serial: int
+    data: dict[str, Any] = {}
+    error: ErrorInfo | None = None
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
@@ -211,7 +254,7 @@ class TextBatch(msgspec.Struct, frozen=True, tag=True):
     deltas: list[TextDelta]
 
 
-ToTokenizer = Limits | TokenizeJob | Abort | Stop
-ToScheduler = GenerateJob | Abort | Probe | Stop
+ToTokenizer = Limits | TokenizeJob | CacheCall | Abort | Stop
+ToScheduler = GenerateJob | CacheCall | Abort | Probe | Tick | Stop
 ToDetokenizer = OpenText | TokenBatch | Stop
-ToServer = Tokenized | Refused | TextBatch | Pulse
+ToServer = Tokenized | Refused | TextBatch | Pulse | CacheAnswer

@@ -6,26 +6,34 @@ Every rank takes in the same messages between the same two steps, so that all sc
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import zmq
 
+from tokenmill.clock import milliseconds
 from tokenmill.wire.channel import PullChannel, PushChannel, Receiver, Sender, address
-from tokenmill.wire.messages import ToScheduler
+from tokenmill.wire.messages import Tick, ToScheduler
 
 
 class LeaderInbox:
-    """Rank 0's pipe, with every batch of messages handed on to the followers, empty ones too."""
+    """Rank 0's pipe: every batch of messages begins with the time, and is handed on to the followers."""
 
-    def __init__(self, source: Receiver[ToScheduler], followers: Sequence[Sender[list[ToScheduler]]]) -> None:
+    def __init__(
+        self,
+        source: Receiver[ToScheduler],
+        followers: Sequence[Sender[list[ToScheduler]]] = (),
+        now: Callable[[], int] = milliseconds,
+    ) -> None:
         self._source = source
         self._followers = followers
+        self._now = now
 
     def receive(self, timeout: float | None = None) -> list[ToScheduler]:
-        """New messages, once they are on their way to the followers."""
-        messages = self._source.receive(timeout)
+        """The time and new messages, once they are on their way to the followers."""
+        arrived = self._source.receive(timeout)
+        messages = [Tick(self._now()), *arrived]
         for follower in self._followers:
             follower.send(messages)
         return messages

@@ -28,7 +28,7 @@ class Steps:
         """Plan a step and start it; None when there is nothing to compute."""
         if self.tracer is not None:
             self.tracer.enter("plan")
-        plan = self._core.scheduler.plan()
+        plan = self._core.plan()
         if plan is None:
             return None
         if self.tracer is not None:

@@ -10,10 +10,9 @@ import zmq
 
 from tokenmill.engine.warm_up import WarmUp
 from tokenmill.procs import Report
-from tokenmill.sched.scheduler import Scheduler
 from tokenmill.wire.channel import NullSender, PushChannel, Sender, address
 from tokenmill.wire.messages import ToDetokenizer, ToServer
-from tokenmill.worker.core import Core
+from tokenmill.worker.core import make_core
 from tokenmill.worker.inbox import open_inbox
 from tokenmill.worker.loop import make_loop
 from tokenmill.worker.settings import SchedulerSettings
@@ -44,12 +43,17 @@ def run_scheduler(settings: SchedulerSettings, report: Report) -> None:
             server = PushChannel(context, address(settings.directory, "server"))
             stack.enter_context(closing(detokenizer))
             stack.enter_context(closing(server))
-        loop = make_loop(Core(Scheduler(config), inbox, detokenizer, server), engine)
+        has_twin = settings.run.engine.debug_ranks
+        core = make_core(config, inbox, detokenizer, server, has_pace=True, has_twin=has_twin)
+        loop = make_loop(core, engine)
         report.ready(
             max_model_len=config.max_model_len,
             vocab_size=spec.vocab_size,
             num_pages=config.num_pages,
             page_size=config.page_size,
+            max_waiting=config.max_waiting,
+            max_waiting_tokens=config.max_waiting_tokens,
+            has_priorities=config.has_priorities,
             dtype=config.dtype,
             device=config.device,
             attention=config.attention,

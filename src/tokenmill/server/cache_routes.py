@@ -1,0 +1,70 @@
+"""/v1/cache: the prefix cache, as a tool."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal
+
+from fastapi import APIRouter, Request
+from starlette.responses import PlainTextResponse, Response
+
+from tokenmill.errors import InvalidRequest
+from tokenmill.sched.dump import as_text
+from tokenmill.server.client import EngineClient
+from tokenmill.server.errors import json_response
+from tokenmill.server.protocol import parse_cache_request, parse_flush
+from tokenmill.server.schemas import FLUSH_BODY, PIN_BODY, PROBE_BODY, TREE_QUERY
+from tokenmill.wire.messages import CacheCall
+
+MAX_NODES, MAX_DEPTH = 10_000, 64
+
+
+def add_cache_routes(
+    router: APIRouter, client: EngineClient, read: Callable[[Request], Awaitable[dict[str, Any]]], timeout: float
+) -> None:
+    """Routes that ask the scheduler, between steps; `read` gives a request's body, `timeout` is in seconds."""
+
+    @router.get("/v1/cache", summary="Pages by owner, hits, evictions")
+    async def stats() -> Response:
+        return json_response(await client.ask_cache(CacheCall(verb="stats"), timeout))
+
+    @router.get("/v1/cache/tree", openapi_extra=TREE_QUERY, summary="The prefix tree, as JSON or text")
+    async def tree(request: Request) -> Response:
+        query = dict(request.query_params)
+        max_nodes, max_depth = _number(query, "max_nodes", 1000, MAX_NODES), _number(query, "max_depth", 32, MAX_DEPTH)
+        form = query.pop("format", "json")
+        if form not in ("json", "text") or query:
+            wrong = next(iter(query), "format")
+            raise InvalidRequest(f"{wrong[:80]}: the query takes format=json|text, max_nodes, max_depth", wrong[:80])
+        call = CacheCall(verb="tree", max_nodes=max_nodes, max_depth=max_depth)
+        data = await client.ask_cache(call, timeout)
+        return PlainTextResponse(as_text(data)) if form == "text" else json_response(data)
+
+    @router.post("/v1/cache/probe", openapi_extra=PROBE_BODY, summary="What a prompt would find")
+    async def probe(request: Request) -> Response:
+        return await ask(request, "probe")
+
+    @router.post("/v1/cache/pin", openapi_extra=PIN_BODY, summary="Keep what is known of a prompt for some time")
+    async def pin(request: Request) -> Response:
+        return await ask(request, "pin")
+
+    @router.post("/v1/cache/unpin", openapi_extra=PROBE_BODY, summary="End the pin of a prompt's longest pinned prefix")
+    async def unpin(request: Request) -> Response:
+        return await ask(request, "unpin")
+
+    @router.post("/v1/cache/flush", openapi_extra=FLUSH_BODY, summary="Forget what no request uses")
+    async def flush(request: Request) -> Response:
+        salt, with_pins = parse_flush(await read(request))
+        return json_response(await client.ask_cache(CacheCall(verb="flush", salt=salt, with_pins=with_pins), timeout))
+
+    async def ask(request: Request, verb: Literal["probe", "pin", "unpin"]) -> Response:
+        asked = parse_cache_request(await read(request), has_ttl=verb == "pin")
+        call = CacheCall(verb=verb, salt=asked.salt, ttl=asked.ttl_ms)
+        return json_response(await client.ask_cache(call, timeout, asked.prompt))
+
+
+def _number(query: dict[str, str], name: str, default: int, most: int) -> int:
+    given = query.pop(name, str(default))
+    if not (given.isascii() and given.isdigit() and len(given) < 10 and 1 <= int(given) <= most):
+        raise InvalidRequest(f"{name} must be a whole number from 1 to {most}", name)
+    return int(given)
