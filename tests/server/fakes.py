@@ -1,8 +1,8 @@
 """Small stand-ins for the engine's processes: the same messages, no model. They run in one process or in several.
 
 A prompt's ids are its characters' code points, and the output repeats the prompt. Some prompts are special: REFUSE and
-TOO_LONG are refused by the tokenizer and FULL by the scheduler, BREAK fails after two tokens, STUCK gives one token and
-no more, WAIT is accepted and gives none. "." is the end token.
+TOO_LONG are refused by the tokenizer and FULL by the scheduler, BREAK fails after two tokens, SLOW meets its deadline
+then, LATE while it waits, STUCK gives one token and no more, WAIT is accepted and gives none. "." is the end token.
 """
 
 from __future__ import annotations
@@ -13,16 +13,19 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import zmq
 
 from tokenmill.config import RunConfig, ServerConfig
 from tokenmill.procs import ProcessPlan, Report
 from tokenmill.server.client import EngineClient
 from tokenmill.text.settings import TextSettings
-from tokenmill.types import FinishReason
+from tokenmill.types import FinishReason, Scheduling
 from tokenmill.wire.channel import MemoryChannel, PullChannel, PushChannel, Receiver, Sender, address
 from tokenmill.wire.messages import (
     Abort,
+    CacheAnswer,
+    CacheCall,
     ErrorInfo,
     Finish,
     GenerateJob,
@@ -48,6 +51,8 @@ from tokenmill.worker.settings import SchedulerSettings
 
 END_ID = ord(".")
 MAX_MODEL_LEN = 1000
+OWNERS = dict.fromkeys(("page_size", "time", "pins", "free", "tree", "private", "fence", "evictable", "pinned"), 1)
+TREE: dict[str, Any] = {**OWNERS, "now": 5, "omitted": 0, "roots": [{"salt": "", "omitted": 2, "children": []}]}
 
 
 class FakeTokenizer:
@@ -69,6 +74,11 @@ class FakeTokenizer:
                     self._scheduler.send(message)
                 case TokenizeJob():
                     self._tokenize(message)
+                case CacheCall(serial=serial, text="REFUSE"):
+                    self._server.send(CacheAnswer(serial, error=ErrorInfo("refused", "BadRequestError", 400, "prompt")))
+                case CacheCall(text=text, chat=chat, token_ids=given):
+                    ids = given or pack_ids(map(ord, chat.messages[0]["content"] if chat else text or ""))
+                    self._scheduler.send(msgspec.structs.replace(message, text=None, chat=None, token_ids=ids))
         return bool(messages)
 
     def _tokenize(self, job: TokenizeJob) -> None:
@@ -89,6 +99,7 @@ class FakeTokenizer:
                     max_tokens=params.max_tokens or MAX_MODEL_LEN - len(ids),
                     end_ids=[] if params.ignore_eos else [END_ID],
                     text=TextOptions(echo_text=text if job.echo else None),
+                    scheduling=job.scheduling,
                 )
             )
         self._server.send(Tokenized(job.uids, len(ids)))
@@ -100,6 +111,7 @@ class FakeScheduler:
         self.jobs: dict[int, GenerateJob] = {}
         self.made: dict[int, int] = {}
         self.aborted: list[int] = []
+        self.seen: list[Scheduling] = []
         self.steps = 0
         self.is_silent = False
 
@@ -110,9 +122,10 @@ class FakeScheduler:
         for message in messages:
             match message:
                 case GenerateJob(uid=uid):
+                    self.seen.append(message.scheduling)
                     self._detokenizer.send(OpenText(uid, message.text))
                     if self._text(message) == "FULL":
-                        error = ErrorInfo("the queue is full", "ServiceUnavailableError", 503)
+                        error = ErrorInfo("the queue is full", "ServiceUnavailableError", 503, retry_after=7)
                         finished.append(Finish(uid=uid, reason=FinishReason.ERROR, error=error))
                     else:
                         self.jobs[uid], self.made[uid] = message, 0
@@ -123,6 +136,12 @@ class FakeScheduler:
                         self.jobs.pop(uid, None)
                 case Probe(serial=serial) if not self.is_silent:
                     self._server.send(self._pulse(serial))
+                case CacheCall(serial=serial, verb="tree") if not self.is_silent:
+                    self._server.send(CacheAnswer(serial, TREE))
+                case CacheCall(serial=serial) if not self.is_silent:
+                    asked = {name: value for name, value in msgspec.structs.asdict(message).items() if value}
+                    ids = unpack_ids(asked.pop("token_ids", b""))
+                    self._server.send(CacheAnswer(serial, asked | {"token_ids": ids, "serial": 0}))
         self._emit(accepted, finished)
         return bool(messages) or any(self._text(job) not in ("STUCK", "WAIT") for job in self.jobs.values())
 
@@ -135,6 +154,10 @@ class FakeScheduler:
                 continue
             if text == "BREAK" and made == 2:
                 finished.append(Finish(uid=uid, reason=FinishReason.ERROR, error=ErrorInfo("the model broke")))
+                del self.jobs[uid]
+                continue
+            if text == "LATE" or (text == "SLOW" and made == 2):
+                finished.append(Finish(uid=uid, reason=FinishReason.DEADLINE))
                 del self.jobs[uid]
                 continue
             token = prompt[made % len(prompt)]

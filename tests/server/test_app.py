@@ -6,12 +6,14 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.server.fakes import FakeEngine
+from tests.server.fakes import TREE, FakeEngine
+from tokenmill.clock import milliseconds
 from tokenmill.errors import WorkerDied
 from tokenmill.server.app import create_app
 from tokenmill.server.routes import AppSettings
@@ -179,7 +181,7 @@ def test_a_refusal_comes_as_a_status_also_for_a_stream(site: Site, stream: bool,
     response = site.post(COMPLETIONS, prompt=["fine", prompt], max_tokens=500, stream=stream)
     assert response.status_code == status
     assert error_of(response)["message"]
-    assert ("retry-after" in response.headers) == (status == 503)
+    assert response.headers.get("retry-after") == ("7" if status == 503 else None)
 
 
 def test_a_failure_in_mid_stream_is_an_event_and_the_end(site: Site) -> None:
@@ -193,6 +195,90 @@ def test_a_failure_in_mid_stream_is_an_event_and_the_end(site: Site) -> None:
 def test_a_failure_without_a_stream_is_a_status(site: Site) -> None:
     response = site.post(COMPLETIONS, prompt=["fine", "BREAK"])
     assert (response.status_code, error_of(response)["message"]) == (500, "the model broke")
+
+
+@pytest.mark.parametrize("prompts", ["LATE", ["LATE", "LATE"]])
+def test_a_deadline_before_the_first_token_is_504_and_not_to_be_tried_again(site: Site, prompts: Any) -> None:
+    response = site.post(COMPLETIONS, prompt=prompts, deadline_ms=5000)
+    assert (response.status_code, error_of(response)["type"]) == (504, "DeadlinePassedError")
+    assert response.headers["x-should-retry"] == "false"
+    assert Site().post(COMPLETIONS, prompt=prompts, deadline_ms=5000, stream=True).status_code == 504
+
+
+def test_a_deadline_in_mid_answer_keeps_what_there_is_and_says_so(site: Site) -> None:
+    ends = {"finish_reason": "abort", "stop_reason": "deadline"}
+    answer = site.post(COMPLETIONS, prompt=["SLOW", "x."], timeout=5).json()
+    assert [choice["text"] for choice in answer["choices"]] == ["SL", "x"]
+    assert ends.items() <= answer["choices"][0].items()
+    assert answer["choices"][1]["finish_reason"] == "stop"
+    assert answer["usage"]["completion_tokens"] == 4
+    stream = events(Site().post(CHAT, messages=user("SLOW"), stream=True, timeout=5))
+    assert stream.pop() == "[DONE]"
+    assert ends.items() <= list(choices(stream, 0))[-1].items()
+
+
+def test_what_is_sent_along_to_the_queue(site: Site) -> None:
+    site.post(COMPLETIONS, prompt=["STUCK.", "x"], max_tokens=1, user="u", cache_salt="s", deadline_ms=10_000)
+    seen = site.engine.scheduler.seen
+    assert len(seen) == 2
+    for scheduling in seen:
+        assert (scheduling.priority, scheduling.tenant, scheduling.salt) == (0, "u", "s")
+        assert scheduling.deadline is not None
+        assert 0 < scheduling.deadline - milliseconds() <= 10_000
+
+
+def test_priorities_are_refused_where_no_policy_looks_at_them(site: Site) -> None:
+    response = site.post(COMPLETIONS, prompt="x.", priority=1)
+    assert (response.status_code, error_of(response)["param"]) == (400, "priority")
+    assert "--policy priority" in error_of(response)["message"]
+    site.app = create_app(site.engine.client, replace(SETTINGS, has_priorities=True))
+    assert site.post(COMPLETIONS, prompt="x.", priority=1).status_code == 200
+    assert site.engine.scheduler.seen[-1].priority == 1
+
+
+CACHE = "/v1/cache"
+
+
+def test_questions_to_the_prefix_cache(site: Site) -> None:
+    ids = list(map(ord, "abc"))
+    assert site.request("GET", CACHE).json() == {"serial": 0, "verb": "stats", "token_ids": []}
+    assert site.post(f"{CACHE}/probe", prompt="abc").json() == {"serial": 0, "verb": "probe", "token_ids": ids}
+    pin = site.post(f"{CACHE}/pin", messages=user("abc"), cache_salt="s", ttl=2.5).json()
+    assert pin == {"serial": 0, "verb": "pin", "token_ids": ids, "salt": "s", "ttl": 2500}
+    assert site.post(f"{CACHE}/unpin", prompt=ids).json()["token_ids"] == ids
+    assert site.post(f"{CACHE}/flush", with_pins=True).json()["with_pins"] is True
+    assert site.request("GET", f"{CACHE}/tree?max_nodes=5").json() == TREE
+    text = site.request("GET", f"{CACHE}/tree?format=text")
+    assert text.headers["content-type"].startswith("text/plain")
+    assert text.text.splitlines()[1:] == ["salt (none)", "  ... 2 more"]
+    paths = site.request("GET", "/openapi.json").json()["paths"]
+    assert {path for path in paths if path.startswith(CACHE)} == {
+        CACHE,
+        *(f"{CACHE}/{verb}" for verb in ("probe", "pin", "unpin", "flush", "tree")),
+    }
+    assert "ttl" in paths[f"{CACHE}/pin"]["post"]["requestBody"]["content"]["application/json"]["schema"]["required"]
+
+
+@pytest.mark.parametrize(
+    ("verb", "fields", "param"),
+    [
+        ("probe", {"prompt": "REFUSE"}, "prompt"),
+        ("probe", {"prompt": ["a", "b"]}, "prompt"),
+        ("pin", {"prompt": "a"}, "ttl"),
+        ("unpin", {"prompt": "a", "ttl": 1}, "ttl"),
+        ("flush", {"cache_salt": 1}, "cache_salt"),
+        ("flush", {"prompt": "a"}, "prompt"),
+    ],
+)
+def test_bad_questions_to_the_prefix_cache(site: Site, verb: str, fields: dict[str, Any], param: str) -> None:
+    response = site.post(f"{CACHE}/{verb}", **fields)
+    assert (response.status_code, error_of(response)["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("query", ["max_nodes=0", "max_nodes=x", "max_depth=65", "format=xml", "nodes=5"])
+def test_bad_queries_for_the_tree(site: Site, query: str) -> None:
+    response = site.request("GET", f"{CACHE}/tree?{query}")
+    assert (response.status_code, error_of(response)["param"]) == (400, query.partition("=")[0])
 
 
 GOOD = {CHAT: {"messages": user("x")}, COMPLETIONS: {"prompt": "x"}}
@@ -286,8 +372,9 @@ def test_health_tells_whether_the_scheduler_moves(site: Site) -> None:
     assert healthy.status_code == 200
     assert healthy.json()["num_pages"] == 10
     site.engine.scheduler.is_silent = True
-    sick = site.request("GET", "/health")
-    assert (sick.status_code, error_of(sick)["type"]) == (503, "ServiceUnavailableError")
+    for path in ("/health", CACHE):
+        sick = site.request("GET", path)
+        assert (sick.status_code, error_of(sick)["type"]) == (503, "ServiceUnavailableError")
 
 
 def test_a_bug_is_a_500_with_an_error_object(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

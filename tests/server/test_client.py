@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from tests.server.fakes import FakeEngine
-from tokenmill.errors import Overloaded, TokenmillError, WorkerDied
-from tokenmill.server.client import EngineClient
+from tokenmill.errors import InvalidRequest, Overloaded, TokenmillError, WorkerDied
+from tokenmill.server.client import MAX_QUESTIONS, EngineClient
 from tokenmill.server.errors import EngineError
 from tokenmill.types import FinishReason, SamplingParams, Usage
 from tokenmill.wire.channel import MemoryChannel
@@ -248,5 +248,43 @@ def test_a_request_without_an_error_object_still_fails_with_words() -> None:
             with pytest.raises(TokenmillError, match="the request failed"):
                 async for _ in generation.deltas():
                     pass
+
+    asyncio.run(run())
+
+
+def test_what_waits_for_the_tokenizers_is_bounded_but_one_request_alone_is_not() -> None:
+    pipes = Pipes(num_tokenizers=2, max_waiting=3, max_waiting_tokens=10)
+    client, one = pipes.client, SamplingParams()
+
+    def refusal(prompts: int, size: int) -> str:
+        with pytest.raises((Overloaded, InvalidRequest)) as caught:
+            client.open(["x"] * prompts, one, echo=False, size=size).__enter__()
+        return caught.value.message
+
+    assert "4 answers are over the 3 that may wait" in refusal(4, 0)
+    with client.open(["x"] * 2, one, echo=False, size=1000):
+        for prompts, size in ((1, 1), (2, 0)):
+            assert "2 requests of 1000 bytes are waiting, of at most 3 and 40" in refusal(prompts, size)
+    # They are still on their way through the tokenizers, though nobody waits for them.
+    assert "queue is full" in refusal(1, 1)
+    for worker in range(2):
+        for job in pipes.jobs(worker):
+            client.deliver(Tokenized(job.uids, 1))
+    for params in (SamplingParams(n=2), one):
+        client.open(["x"], params, echo=False, size=20).__enter__()
+    assert "3 requests of 40 bytes" in refusal(1, 0)
+
+
+def test_questions_are_bounded() -> None:
+    async def run() -> None:
+        client = Pipes().client
+        waiting = [asyncio.create_task(client.probe(60)) for _ in range(MAX_QUESTIONS)]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match="wait for the scheduler's answer"):
+            await client.probe(60)
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert client.open_entries == 0
 
     asyncio.run(run())

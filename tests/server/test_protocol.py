@@ -246,7 +246,7 @@ def test_what_the_queue_looks_at() -> None:
 
 
 def test_what_the_prefix_cache_is_asked() -> None:
-    assert parse_cache_request({"prompt": [1, 2], "cache_salt": "s"}) == CacheRequest([1, 2], "s", 1000)
+    assert parse_cache_request({"prompt": [1, 2], "cache_salt": "s"}) == CacheRequest([1, 2], "s", 0)
     pin = parse_cache_request({"messages": [USER], "add_generation_prompt": False, "ttl": 0.5}, has_ttl=True)
     assert pin == CacheRequest(ChatPrompt(messages=[USER], add_generation_prompt=False), "", 500)
     assert parse_flush({}) == (None, False)

@@ -12,6 +12,7 @@ import zmq
 from tests.support.channels import EndingChannel
 from tests.text.test_chat_template import CHATML, prompt
 from tests.text.vocabularies import byte_level, byte_level_fields, write_gguf
+from tokenmill.clock import milliseconds
 from tokenmill.errors import ConfigError, ModelUnreadable, StartFailed
 from tokenmill.procs import ProcessPlan, Supervisor
 from tokenmill.text.chat_template import ChatTemplate
@@ -19,10 +20,11 @@ from tokenmill.text.detokenizer import TextStream
 from tokenmill.text.settings import TextSettings
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.text.worker import DetokenizerStage, TokenizerStage, detokenizer_loop, load_template, tokenizer_loop
-from tokenmill.types import FinishReason, SamplingParams
+from tokenmill.types import FinishReason, SamplingParams, Scheduling
 from tokenmill.wire.channel import MemoryChannel, PullChannel, PushChannel, address
 from tokenmill.wire.messages import (
     Abort,
+    CacheCall,
     ErrorInfo,
     Finish,
     GenerateJob,
@@ -175,6 +177,24 @@ def test_loop_drops_jobs_whose_abort_is_there_and_passes_other_aborts_on(byte_to
         (Tokenized, [2, 3]),
         (Tokenized, [1]),
     ]
+
+
+def test_loop_gives_prompts_of_questions_as_ids_and_answers_those_without(byte_tokenizer: Tokenizer) -> None:
+    stage = TokenizerStage(byte_tokenizer, None)
+    calls = [CacheCall(serial=serial, verb="probe", text=text) for serial, text in ((1, "fox"), (2, ""))]
+    to_scheduler, to_server = run_tokenizer_loop(stage, [LIMITS, *calls])
+    assert to_scheduler == [CacheCall(serial=1, verb="probe", token_ids=pack_ids(byte_tokenizer.encode("fox")))]
+    (answer,) = to_server
+    assert (answer.serial, answer.error.status, answer.error.param) == (2, 400, "prompt")
+
+
+def test_loop_drops_jobs_whose_deadline_has_passed(byte_tokenizer: Tokenizer) -> None:
+    late, soon = (Scheduling(deadline=milliseconds() + left) for left in (0, 60_000))
+    jobs = [job([1], text="a", scheduling=late), job([2], text="a", scheduling=soon)]
+    to_scheduler, to_server = run_tokenizer_loop(TokenizerStage(byte_tokenizer, None), [LIMITS, *jobs])
+    assert [(made.uid, made.scheduling) for made in to_scheduler] == [(2, soon)]
+    assert [(answer.uids, type(answer)) for answer in to_server] == [([1], Refused), ([2], Tokenized)]
+    assert to_server[0].error.status == 504
 
 
 def test_loop_stops_at_once(stage: TokenizerStage) -> None:

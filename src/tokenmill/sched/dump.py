@@ -50,8 +50,8 @@ def salt_hash(salt: str) -> str:
 
 def as_text(dump: Mapping[str, Any]) -> str:
     """The data of `PrefixCache.dump` as indented lines, one a node."""
-    numbers = ("page_size", "time", "pins", "free", "tree", "private", "fence", "evictable", "pinned")
-    lines = ["  ".join(f"{name} {dump[name]}" for name in numbers)]
+    numbers = ("now", "page_size", "time", "pins", "free", "tree", "private", "fence", "evictable", "pinned")
+    lines = ["  ".join(f"{name} {dump[name]}" for name in numbers if name in dump)]
     stack: list[tuple[int, Mapping[str, Any]]] = [(0, root) for root in reversed(dump["roots"])]
     while stack:
         depth, node = stack.pop()

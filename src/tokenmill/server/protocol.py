@@ -108,8 +108,8 @@ def parse_completion(body: dict[str, Any], defaults: Mapping[str, Any], now: int
 def parse_cache_request(body: dict[str, Any], *, has_ttl: bool = False) -> CacheRequest:
     """One prompt, or messages, with a `cache_salt` and, for a pin, `ttl` in seconds; raises as `parse_chat`."""
     fields = _Fields(body)
-    ttl = fields.take("ttl") if has_ttl else 1
-    check_number("ttl", ttl, 0.001, MAX_TTL)
+    ttl = fields.take("ttl") if has_ttl else 0
+    check_number("ttl", ttl, 0.001 if has_ttl else 0, MAX_TTL)
     salt = _salt(fields) or ""
     prompts: list[Prompt] = [_chat_prompt(fields)] if "messages" in body else _prompts(fields.take("prompt"))
     if len(prompts) != 1:
