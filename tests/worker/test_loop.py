@@ -5,6 +5,7 @@ import pytest
 from tests.sched.support import make_config
 from tokenmill.engine.fake import FakeEngine, next_token
 from tokenmill.errors import RanksDisagree
+from tokenmill.sched.pace import Pace
 from tokenmill.types import FinishReason, SamplingParams, Scheduling
 from tokenmill.wire.channel import MemoryChannel
 from tokenmill.wire.messages import (
@@ -23,7 +24,6 @@ from tokenmill.wire.messages import (
 from tokenmill.worker.core import make_core
 from tokenmill.worker.inbox import LeaderInbox
 from tokenmill.worker.loop import make_loop
-from tokenmill.worker.pace import Pace
 
 VOCABULARY = 50
 

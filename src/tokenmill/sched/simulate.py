@@ -16,6 +16,7 @@ import msgspec
 
 from tokenmill.config import ResolvedConfig
 from tokenmill.errors import InvalidRequest, Overloaded
+from tokenmill.sched.pace import Pace
 from tokenmill.sched.plan import StepPlan, StepResult
 from tokenmill.sched.request import Request
 from tokenmill.sched.scheduler import Scheduler
@@ -145,8 +146,8 @@ class Simulation:
         self._params, self._end_ids = SamplingParams(), frozenset((END_ID,))
         self._num_sent = 0
         self._now = 0.0
-        self._device_free = self._busy = 0.0
-        self._num_computed = 0
+        self._device_free = 0.0
+        self._pace = Pace()
 
     def run(self) -> Totals:
         """Serve the whole trace, with the turns of ``worker.loop``."""
@@ -161,6 +162,10 @@ class Simulation:
             is_idle = landing is None and launched is None
         self.totals.end = self._now
         return self.totals
+
+    @property
+    def _millis(self) -> int:
+        return int(1000 * self._now)
 
     def _intake(self, is_idle: bool) -> bool:
         """Add what has arrived, when idle after waiting for it; False: nothing is left to do."""
@@ -198,26 +203,24 @@ class Simulation:
             deadline=deadline,
             tenant=request.tenant,
         )
-        rate = int(self._num_computed / self._busy) if self._busy else 0
         try:
-            self.scheduler.add(job, int(1000 * self._now), rate)
+            self.scheduler.add(job, self._millis, self._pace.rate)
             self._served[job.uid] = Served(request, arrival, request.output_id, request.output_len)
         except (Overloaded, InvalidRequest):
             self.totals.refused += 1
 
     def _launch(self) -> tuple[StepPlan, float] | None:
         """Plan a step; with the time at which the device has computed it."""
-        plan = self.scheduler.plan(int(1000 * self._now))
+        millis = self._millis
+        plan = self.scheduler.plan(millis)
+        self._pace.planned(plan.num_tokens if plan else 0, millis, is_busy=self.scheduler.num_waiting > 0)
         for ending in self.scheduler.take_ended():
             self._end(self._served.pop(ending.uid))
         if plan is None:
             return None
         self._now += self._costs.host_seconds(len(plan.rows))
-        work = work_of(plan)
-        seconds = self._costs.device_seconds(work)
-        self._device_free = max(self._now, self._device_free) + seconds
-        self._num_computed += work.prompt_tokens + work.decode_rows
-        self._busy += seconds
+        begin = max(self._now, self._device_free)
+        self._device_free = begin + self._costs.device_seconds(work_of(plan))
         return plan, self._device_free
 
     def _land(self, plan: StepPlan, done: float) -> None:

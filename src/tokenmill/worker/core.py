@@ -10,6 +10,7 @@ import msgspec
 
 from tokenmill.config import ResolvedConfig
 from tokenmill.errors import DeadlinePassed, RanksDisagree, TokenmillError
+from tokenmill.sched.pace import Pace
 from tokenmill.sched.plan import Ending, Outcome, StepPlan, StepResult
 from tokenmill.sched.request import Request
 from tokenmill.sched.scheduler import Scheduler
@@ -17,7 +18,6 @@ from tokenmill.types import FinishReason
 from tokenmill.wire import messages as wire
 from tokenmill.wire.channel import NullSender, Receiver, Sender
 from tokenmill.worker.cache_calls import answer_call
-from tokenmill.worker.pace import Pace
 
 
 def compare_plans(digests: Sequence[str]) -> None:
