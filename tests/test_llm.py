@@ -104,6 +104,45 @@ def test_prompts_with_several_choices_never_overfill_the_queue(tmp_path):
         assert [len(output.choices) for output in llm.generate(["a", "b", "c"], params)] == [3, 3, 3]
 
 
+def test_a_deadline_ends_what_has_not_ended_and_keeps_it(tmp_path):
+    endless = SamplingParams(temperature=0, ignore_eos=True)
+    with LLM(make_tiny_llama(tmp_path, max_position=32768), dtype="float32", max_running=1) as llm:
+        first, second = llm.generate(["a", "b"], endless, deadline_ms=300)
+        assert [output.choices[0].finish_reason for output in (first, second)] == [FinishReason.DEADLINE] * 2
+        assert 0 < first.usage.completion_tokens < 32767
+        assert (second.text, second.usage.completion_tokens) == ("", 0)
+        assert list(llm.stream("a", endless, deadline_ms=300))[-1].finish_reason is FinishReason.DEADLINE
+        assert is_idle(llm)
+        with pytest.raises(InvalidRequest, match="deadline_ms"):
+            llm.generate("a", endless, deadline_ms=0)
+
+
+def test_priorities_order_what_waits(llm, tmp_path):
+    ended = []
+    with LLM(make_tiny_llama(tmp_path), dtype="float32", max_running=1, policy="priority", debug_ranks=True) as own:
+        turn = own._turn
+        own._turn = lambda: ended.extend(uids := turn()) or uids
+        outputs = own.generate(["a", "b", "c"], GREEDY, priority=[1, 2, 3])
+        assert ended == [2, 1, 0]
+        assert outputs[0].text == llm.generate("a", GREEDY)[0].text
+        with pytest.raises(InvalidRequest, match="3 prompts, but 2 priorities"):
+            own.chat([[{"role": "user", "content": "x"}]] * 3, GREEDY, priority=[1, 2])
+    with pytest.raises(InvalidRequest, match="policy"):
+        llm.generate("a", GREEDY, priority=1)
+    assert is_idle(llm)
+
+
+def test_salts_share_nothing(llm):
+    prompt = list(range(5, 45))
+    cached = [llm.generate(prompt, GREEDY, cache_salt=salt)[0].usage.cached_tokens for salt in ("s", "t", "s")]
+    assert cached == [0, 0, 32]
+
+
+def test_prompts_never_overfill_the_queue_in_tokens(tmp_path):
+    with LLM(make_tiny_llama(tmp_path), dtype="float32", max_waiting_tokens=10, max_running=1) as llm:
+        assert len(llm.generate([[5] * 9] * 4, GREEDY)) == 4
+
+
 def test_chat_renders_the_template(llm):
     messages = [{"role": "user", "content": "hi"}]
     expected = llm.generate("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", GREEDY)[0]

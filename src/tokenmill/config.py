@@ -87,8 +87,8 @@ class SchedulerConfig:
     loop: Literal["overlap", "serial"] = "overlap"
     """overlap plans the next step while the device computes this one; serial does not."""
     policy: str = "fcfs"
-    """Order of the queue: fcfs, longest-prefix, priority, deadline, shortest, fair (between API keys), or your own as
-    path.py:function."""
+    """Order of the queue: fcfs, longest-prefix, priority, deadline, shortest, fair (between the values of `user`), or
+    your own as path.py:function."""
     batch_policy: Literal["mixed", "prefill-first"] = "mixed"
     """mixed puts decode rows and prompt chunks into one step; prefill-first alternates."""
     max_running: int | None = None

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.server import PATIENCE, ROOT
+from tests.support.tiny_models import make_tiny_llama
 from tests.text.vocabularies import byte_level, byte_level_fields
 from tests.weights.gguf_files import write_gguf
 
@@ -52,6 +53,19 @@ def serve(tmp_path: Path, model: Path | str) -> str:
 )
 def test_a_model_that_is_not_there(tmp_path: Path, name: str, words: str) -> None:
     assert words in serve(tmp_path, name)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--policy", "sooner"), "use fcfs, longest-prefix, priority, deadline, shortest, fair, or path.py:function"),
+        (("--policy", "nowhere.py:order"), "there is no file nowhere.py"),
+        (("--max-waiting-tokens", "0"), "--max-waiting-tokens must be at least 1, not 0"),
+    ],
+)
+def test_flags_of_the_queue_that_cannot_work(tmp_path: Path, flags: tuple[str, ...], words: str) -> None:
+    model = make_tiny_llama(tmp_path / "tiny")
+    assert words in refusal(tmp_path, "serve", model, "--port", "0", *flags)
 
 
 def make_pipe(path: Path) -> None:
