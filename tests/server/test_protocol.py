@@ -9,16 +9,14 @@ import pytest
 
 from tokenmill.errors import InvalidRequest, UnsupportedField
 from tokenmill.server.protocol import (
-    CacheRequest,
     GenerationRequest,
     decode_body,
-    parse_cache_request,
+    parse_cache_call,
     parse_chat,
     parse_completion,
-    parse_flush,
 )
 from tokenmill.types import SamplingParams, Scheduling
-from tokenmill.wire.messages import ChatPrompt
+from tokenmill.wire.messages import CacheCall, CacheVerb, ChatPrompt
 
 USER = {"role": "user", "content": "Hi"}
 
@@ -246,30 +244,32 @@ def test_what_the_queue_looks_at() -> None:
 
 
 def test_what_the_prefix_cache_is_asked() -> None:
-    assert parse_cache_request({"prompt": [1, 2], "cache_salt": "s"}) == CacheRequest([1, 2], "s", 0)
-    pin = parse_cache_request({"messages": [USER], "add_generation_prompt": False, "ttl": 0.5}, has_ttl=True)
-    assert pin == CacheRequest(ChatPrompt(messages=[USER], add_generation_prompt=False), "", 500)
-    assert parse_flush({}) == (None, False)
-    assert parse_flush({"cache_salt": "s", "with_pins": True}) == ("s", True)
+    salted = CacheCall(verb="probe", salt="s")
+    assert parse_cache_call({"prompt": [1, 2], "cache_salt": "s"}, "probe") == (salted, [1, 2])
+    pin = parse_cache_call({"messages": [USER], "add_generation_prompt": False, "ttl": 0.5}, "pin")
+    assert pin == (CacheCall(verb="pin", ttl=500), ChatPrompt(messages=[USER], add_generation_prompt=False))
+    assert parse_cache_call({}, "flush") == (CacheCall(verb="flush"), None)
+    flush = CacheCall(verb="flush", salt="s", with_pins=True)
+    assert parse_cache_call({"cache_salt": "s", "with_pins": True}, "flush") == (flush, None)
 
 
 @pytest.mark.parametrize(
-    ("fields", "has_ttl", "param"),
+    ("fields", "verb", "param"),
     [
-        ({}, False, "prompt"),
-        ({"prompt": ["a", "b"]}, False, "prompt"),
-        ({"prompt": "a", "messages": [USER]}, False, "prompt"),
-        ({"prompt": "a", "ttl": 5}, False, "ttl"),
-        ({"prompt": "a"}, True, "ttl"),
-        ({"prompt": "a", "ttl": 0}, True, "ttl"),
-        ({"prompt": "a", "ttl": 10**8}, True, "ttl"),
-        ({"prompt": "a", "cache_salt": ""}, False, "cache_salt"),
-        ({"prompt": "a", "max_tokens": 5}, False, "max_tokens"),
+        ({}, "probe", "prompt"),
+        ({"prompt": ["a", "b"]}, "probe", "prompt"),
+        ({"prompt": "a", "messages": [USER]}, "probe", "prompt"),
+        ({"prompt": "a", "ttl": 5}, "probe", "ttl"),
+        ({"prompt": "a"}, "pin", "ttl"),
+        ({"prompt": "a", "ttl": 0}, "pin", "ttl"),
+        ({"prompt": "a", "ttl": 10**8}, "pin", "ttl"),
+        ({"prompt": "a", "cache_salt": ""}, "probe", "cache_salt"),
+        ({"prompt": "a", "max_tokens": 5}, "probe", "max_tokens"),
     ],
 )
-def test_wrong_questions_to_the_prefix_cache(fields: dict[str, Any], has_ttl: bool, param: str) -> None:
+def test_wrong_questions_to_the_prefix_cache(fields: dict[str, Any], verb: CacheVerb, param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        parse_cache_request(fields, has_ttl=has_ttl)
+        parse_cache_call(fields, verb)
     assert caught.value.param == param
     assert param in caught.value.message
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Any, Literal
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import PlainTextResponse, Response
@@ -12,17 +13,27 @@ from tokenmill.errors import InvalidRequest
 from tokenmill.sched.dump import as_text
 from tokenmill.server.client import EngineClient
 from tokenmill.server.errors import json_response
-from tokenmill.server.protocol import parse_cache_request, parse_flush
+from tokenmill.server.protocol import parse_cache_call
 from tokenmill.server.schemas import FLUSH_BODY, PIN_BODY, PROBE_BODY, TREE_QUERY
-from tokenmill.wire.messages import CacheCall
+from tokenmill.wire.messages import CacheCall, CacheVerb
 
 MAX_NODES, MAX_DEPTH = 10_000, 64
+VERBS: Mapping[CacheVerb, tuple[str, dict[str, Any]]] = {
+    "probe": ("What a prompt would find", PROBE_BODY),
+    "pin": ("Keep what is known of a prompt for some time", PIN_BODY),
+    "unpin": ("End the pin of a prompt's longest pinned prefix", PROBE_BODY),
+    "flush": ("Forget what no request uses", FLUSH_BODY),
+}
 
 
 def add_cache_routes(
     router: APIRouter, client: EngineClient, read: Callable[[Request], Awaitable[dict[str, Any]]], timeout: float
 ) -> None:
     """Routes that ask the scheduler, between steps; `read` gives a request's body, `timeout` is in seconds."""
+
+    async def ask(verb: CacheVerb, request: Request) -> Response:
+        call, prompt = parse_cache_call(await read(request), verb)
+        return json_response(await client.ask_cache(call, timeout, prompt))
 
     @router.get("/v1/cache", summary="Pages by owner, hits, evictions")
     async def stats() -> Response:
@@ -40,27 +51,8 @@ def add_cache_routes(
         data = await client.ask_cache(call, timeout)
         return PlainTextResponse(as_text(data)) if form == "text" else json_response(data)
 
-    @router.post("/v1/cache/probe", openapi_extra=PROBE_BODY, summary="What a prompt would find")
-    async def probe(request: Request) -> Response:
-        return await ask(request, "probe")
-
-    @router.post("/v1/cache/pin", openapi_extra=PIN_BODY, summary="Keep what is known of a prompt for some time")
-    async def pin(request: Request) -> Response:
-        return await ask(request, "pin")
-
-    @router.post("/v1/cache/unpin", openapi_extra=PROBE_BODY, summary="End the pin of a prompt's longest pinned prefix")
-    async def unpin(request: Request) -> Response:
-        return await ask(request, "unpin")
-
-    @router.post("/v1/cache/flush", openapi_extra=FLUSH_BODY, summary="Forget what no request uses")
-    async def flush(request: Request) -> Response:
-        salt, with_pins = parse_flush(await read(request))
-        return json_response(await client.ask_cache(CacheCall(verb="flush", salt=salt, with_pins=with_pins), timeout))
-
-    async def ask(request: Request, verb: Literal["probe", "pin", "unpin"]) -> Response:
-        asked = parse_cache_request(await read(request), has_ttl=verb == "pin")
-        call = CacheCall(verb=verb, salt=asked.salt, ttl=asked.ttl_ms)
-        return json_response(await client.ask_cache(call, timeout, asked.prompt))
+    for verb, (summary, schema) in VERBS.items():
+        router.post(f"/v1/cache/{verb}", openapi_extra=schema, summary=summary)(partial(ask, verb))
 
 
 def _number(query: dict[str, str], name: str, default: int, most: int) -> int:

@@ -11,7 +11,7 @@ import msgspec
 from tokenmill.errors import InvalidRequest, UnsupportedField
 from tokenmill.text.messages import check_messages
 from tokenmill.types import MAX_INT32, SamplingParams, Scheduling, check_number, deadline_from
-from tokenmill.wire.messages import ChatPrompt
+from tokenmill.wire.messages import CacheCall, CacheVerb, ChatPrompt
 
 Prompt = str | list[int] | ChatPrompt
 
@@ -63,15 +63,6 @@ class GenerationRequest:
     scheduling: Scheduling
 
 
-@dataclass(frozen=True, slots=True)
-class CacheRequest:
-    """A prompt that the prefix cache is asked about; `ttl_ms` is for pins."""
-
-    prompt: Prompt
-    salt: str
-    ttl_ms: int
-
-
 def decode_body(body: bytes) -> dict[str, Any]:
     """The JSON object in `body`; a byte order mark is skipped, and of a key given twice the last counts.
 
@@ -105,25 +96,21 @@ def parse_completion(body: dict[str, Any], defaults: Mapping[str, Any], now: int
     return _finish(fields, prompts, defaults, now, COMPLETION_MAX_TOKENS, echo=fields.flag("echo"))
 
 
-def parse_cache_request(body: dict[str, Any], *, has_ttl: bool = False) -> CacheRequest:
-    """One prompt, or messages, with a `cache_salt` and, for a pin, `ttl` in seconds; raises as `parse_chat`."""
+def parse_cache_call(body: dict[str, Any], verb: CacheVerb) -> tuple[CacheCall, Prompt | None]:
+    """What is asked of the prefix cache; about one prompt or messages, unless it is to flush. Raises as `parse_chat`."""
     fields = _Fields(body)
-    ttl = fields.take("ttl") if has_ttl else 0
-    check_number("ttl", ttl, 0.001 if has_ttl else 0, MAX_TTL)
-    salt = _salt(fields) or ""
-    prompts: list[Prompt] = [_chat_prompt(fields)] if "messages" in body else _prompts(fields.take("prompt"))
-    if len(prompts) != 1:
-        raise InvalidRequest("prompt must be a single one: send several requests", "prompt")
+    salt, prompt, ttl = _salt(fields), None, 0.0
+    if verb != "flush":
+        prompts: list[Prompt] = [_chat_prompt(fields)] if "messages" in body else _prompts(fields.take("prompt"))
+        if len(prompts) != 1:
+            raise InvalidRequest("prompt must be a single one: send several requests", "prompt")
+        prompt = prompts[0]
+    if verb == "pin":
+        ttl = fields.take("ttl")
+        check_number("ttl", ttl, 0.001, MAX_TTL)
+    with_pins = verb == "flush" and fields.flag("with_pins")
     fields.refuse_rest()
-    return CacheRequest(prompts[0], salt, round(1000 * ttl))
-
-
-def parse_flush(body: dict[str, Any]) -> tuple[str | None, bool]:
-    """`cache_salt`, or None for all, and whether to forget what is pinned too."""
-    fields = _Fields(body)
-    salt, with_pins = _salt(fields), fields.flag("with_pins")
-    fields.refuse_rest()
-    return salt, with_pins
+    return CacheCall(verb=verb, salt=salt, ttl=round(1000 * ttl), with_pins=with_pins), prompt
 
 
 def _chat_prompt(fields: _Fields) -> ChatPrompt:

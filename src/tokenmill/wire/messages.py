@@ -24,6 +24,8 @@ import msgspec
 from tokenmill.errors import Overloaded, TokenmillError
 from tokenmill.types import FinishReason, SamplingParams, Scheduling
 
+CacheVerb = Literal["stats", "probe", "pin", "unpin", "flush", "tree"]
+
 
 def pack_ids(token_ids: Iterable[int]) -> bytes:
     """Token ids as little-endian int32 bytes."""
@@ -174,7 +176,7 @@ class CacheCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """
 
     serial: int = 0
-    verb: Literal["stats", "probe", "pin", "unpin", "flush", "tree"]
+    verb: CacheVerb
     text: str | None = None
     token_ids: bytes | None = None
     chat: ChatPrompt | None = None
