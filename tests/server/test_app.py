@@ -247,6 +247,7 @@ def test_questions_to_the_prefix_cache(site: Site) -> None:
     assert pin == {"serial": 0, "verb": "pin", "token_ids": ids, "salt": "s", "ttl": 2500}
     assert site.post(f"{CACHE}/unpin", prompt=ids).json()["token_ids"] == ids
     assert site.post(f"{CACHE}/flush", with_pins=True).json()["with_pins"] is True
+    assert site.request("POST", f"{CACHE}/flush").json()["verb"] == "flush", "also without a body"
     assert site.request("GET", f"{CACHE}/tree?max_nodes=5").json() == TREE
     text = site.request("GET", f"{CACHE}/tree?format=text")
     assert text.headers["content-type"].startswith("text/plain")

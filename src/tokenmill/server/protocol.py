@@ -97,7 +97,7 @@ def parse_completion(body: dict[str, Any], defaults: Mapping[str, Any], now: int
 
 
 def parse_cache_call(body: dict[str, Any], verb: CacheVerb) -> tuple[CacheCall, Prompt | None]:
-    """What is asked of the prefix cache; about one prompt or messages, unless it is to flush. Raises as `parse_chat`."""
+    """What is asked of the prefix cache, about one prompt or messages unless it is to flush. Raises as `parse_chat`."""
     fields = _Fields(body)
     salt, prompt, ttl = _salt(fields), None, 0.0
     if verb != "flush":

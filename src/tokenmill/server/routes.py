@@ -79,7 +79,7 @@ def make_router(client: EngineClient, settings: AppSettings) -> APIRouter:
         return json_response({"version": __version__})
 
     async def read(request: Request) -> dict[str, Any]:
-        return decode_body(await read_body(request, settings.max_body_bytes))
+        return decode_body(await read_body(request, settings.max_body_bytes) or b"{}")
 
     add_cache_routes(router, client, read, settings.answer_timeout)
 
