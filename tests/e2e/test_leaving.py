@@ -30,6 +30,8 @@ FLAGS = (
     "32",
     "--max-running",
     "4",
+    "--max-waiting",
+    "1000",
     "--threads",
     "1",
 )
