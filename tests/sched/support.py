@@ -103,6 +103,7 @@ class Run:
         for _ in range(10_000):
             if not self.scheduler.has_work:
                 assert self.scheduler.cache.num_available == self.config.num_pages
+                assert not self.scheduler._admission.ledger._present
                 return
             self.turn()
         raise AssertionError("requests are left")

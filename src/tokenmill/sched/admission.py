@@ -137,8 +137,7 @@ class Admission:
         request.held_until = request.hit_len + policy.shared_gain(size, self._config.prefill_budget)
         prefix = ids[: request.held_until]
         for leader in alike if len(prefix) < len(ids) else ():
-            is_ahead = leader.computed_len >= request.hit_len and leader.rank <= request.rank
-            if is_ahead and leader.token_ids[: len(prefix)] == prefix:
+            if leader.rank <= request.rank and leader.token_ids[: len(prefix)] == prefix:
                 request.leader = leader.uid
                 return True
         return False

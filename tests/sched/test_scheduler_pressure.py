@@ -1,0 +1,449 @@
+"""The scheduler under pressure: whose turn it is, who waits for whom, what ends by its deadline, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.sched.support import Run, continuation
+from tokenmill.errors import Overloaded
+from tokenmill.sched.request import Status
+from tokenmill.types import FinishReason
+from tokenmill.wire.messages import pack_ids
+
+HOSTILE = Path(__file__).with_name("hostile_policy.py")
+
+depths = pytest.mark.parametrize("depth", [1, 2])
+batch_policies = pytest.mark.parametrize("batch_policy", ["mixed", "prefill-first"])
+
+
+@pytest.mark.parametrize(
+    ("policy", "order"),
+    [
+        ("fcfs", [0, 1, 2, 3, 4, 5]),
+        ("priority", [0, 5, 3, 1, 2, 4]),
+        ("deadline", [0, 4, 2, 1, 3, 5]),
+        ("shortest", [0, 4, 1, 2, 3, 5]),
+        ("longest-prefix", [0, 3, 1, 2, 4, 5]),
+        ("fair", [0, 2, 1, 4, 3, 5]),
+    ],
+)
+def test_each_policy_has_its_order(policy, order):
+    run = Run(policy=policy, max_running=1)
+    run.add(0, [7] * 9, 5, tenant="a")
+    run.turn()
+    run.add(1, [1] * 8, 5, tenant="a", priority=1)
+    run.add(2, [2] * 8, 5, tenant="b", deadline=500)
+    run.add(3, [7] * 8 + [3], 5, tenant="a", priority=2)
+    run.add(4, [4] * 2, 5, tenant="b", deadline=400)
+    run.add(5, [5] * 20, 5, tenant="a", priority=3)
+    run.finish()
+    assert [uid for uid, _ in run.endings] == order
+    assert run.tokens[3] == continuation([7] * 8 + [3], 5)
+
+
+@depths
+@pytest.mark.parametrize(
+    ("policy", "victim", "values"),
+    [
+        ("fcfs", 2, {}),
+        ("longest-prefix", 2, {}),
+        ("priority", 1, {0: {"priority": 1}, 2: {"priority": 1}}),
+        ("deadline", 0, {1: {"deadline": 10**6}, 2: {"deadline": 10**7}}),
+    ],
+)
+def test_the_victim_is_the_last_in_the_order_in_which_pages_are_kept(depth, policy, victim, values):
+    run = Run(depth, policy=policy, page_size=1, num_pages=30, max_running=3)
+    requests = [run.add(uid, [uid] * 5, 12, **values.get(uid, {})) for uid in range(3)]
+    while not run.scheduler.counters.retractions:
+        run.turn()
+    retracted = [request.uid for request in requests if request.status in (Status.RETRACTING, Status.WAITING)]
+    assert retracted == [victim]
+    run.finish()
+    assert run.tokens == {uid: continuation([uid] * 5, 12) for uid in range(3)}
+
+
+def test_a_tenant_that_floods_the_queue_does_not_delay_another():
+    run = Run(policy="fair", max_running=2, num_pages=200)
+    for uid in range(30):
+        run.add(uid, [uid] * 6, 6, tenant="flood")
+    run.turn()
+    for uid in range(30, 33):
+        run.add(uid, [uid] * 6, 6, tenant="few")
+    run.finish()
+    ended = [uid for uid, _ in run.endings]
+    assert max(ended.index(uid) for uid in (30, 31, 32)) <= 8
+
+
+@depths
+@batch_policies
+@pytest.mark.parametrize("policy", ["fcfs", "fair", "longest-prefix", f"{HOSTILE}:fickle", f"{HOSTILE}:BOTH"])
+def test_nobody_starves_while_others_keep_coming(depth, batch_policy, policy):
+    """A request whose key is always worse than those of the others, which never stop coming."""
+    run = Run(depth, policy=policy, batch_policy=batch_policy, num_pages=12, max_running=3, prefill_budget=8)
+    run.add(0, [7] * 8, 2, tenant="others")
+    run.finish()
+    run.add(1, [5] * 30, 6, tenant="rich")
+    run.scheduler._admission.ledger.charge(run.scheduler._requests[1], 10**6)
+    for uid in range(2, 2000):
+        if (1, FinishReason.LENGTH) in run.endings:
+            break
+        if run.scheduler.num_waiting < 6:
+            run.add(uid, [7] * 8 + [uid % 50], 4, tenant=f"poor{uid}")
+        run.turn()
+    assert run.tokens[1] == continuation([5] * 30, 6)
+    assert uid < 1000
+
+
+@depths
+@batch_policies
+@pytest.mark.parametrize("num_long", [1, 3])
+def test_short_prompts_are_not_starved_by_long_ones(depth, batch_policy, num_long):
+    run = Run(depth, num_pages=2000, prefill_budget=16, batch_policy=batch_policy)
+    for uid in range(num_long):
+        run.add(uid, [uid] * 1000, 1)
+    for _ in range(4):
+        run.turn()
+    run.add(9, [9] * 8, 1)
+    turns = 0
+    while 9 not in run.tokens:
+        run.turn()
+        turns += 1
+    assert turns <= 10
+    assert not any(uid in run.tokens for uid in range(num_long))
+    run.finish()
+    assert max(sum(row.length for row in plan.rows) for plan in run.plans) <= 16 + 1
+
+
+@batch_policies
+def test_long_prompts_stall_decoding_by_one_chunk_at_most(batch_policy):
+    run = Run(num_pages=2000, prefill_budget=16, batch_policy=batch_policy)
+    run.add(0, [0], 40)
+    run.turn()
+    for uid in (1, 2):
+        run.add(uid, [uid] * 500, 1)
+    since = 0
+    while (0, FinishReason.LENGTH) not in run.endings:
+        run.turn()
+        since = 0 if any(row.uid == 0 for row in run.plans[-1].rows) else since + 1
+        assert since <= 1
+        assert sum(row.length for row in run.plans[-1].rows if row.uid) <= 16
+    assert {1, 2}.isdisjoint(run.tokens)
+
+
+def test_a_long_prompt_takes_the_whole_budget_when_nobody_else_can_use_it():
+    run = Run(num_pages=30, prefill_budget=8)
+    run.add(0, [0] * 100, 10)
+    assert [row.length for row in run.plan().rows] == [8]
+    run.commit()
+    run.add(1, [1] * 100, 10)  # does not fit beside it
+    assert [row.length for row in run.plan().rows] == [8]
+    run.commit()
+    run.add(2, [2] * 2, 1)
+    assert [row.length for row in run.plan().rows] == [8]
+
+
+def test_what_short_prompts_leave_goes_to_the_long_one():
+    run = Run(num_pages=300, prefill_budget=16)
+    run.add(0, [0] * 100, 10)
+    run.add(1, [1] * 3, 10)
+    assert [(row.uid, row.length) for row in run.plan().rows] == [(0, 13), (1, 3)]
+
+
+@depths
+def test_a_deadline_ends_waiting_and_running_requests_and_nobody_else(depth):
+    run = Run(depth, max_running=2)
+    for uid, deadline in enumerate((100, None, 50, None)):
+        run.add(uid, [uid] * 5, 20, deadline=deadline)
+    for _ in range(6):
+        run.turn()
+        run.now += 10
+    assert run.endings == [(2, FinishReason.DEADLINE)]
+    while run.scheduler.has_work:
+        run.turn()
+        run.now += 10
+    assert set(run.endings) == {
+        (2, FinishReason.DEADLINE),
+        (0, FinishReason.DEADLINE),
+        *((u, "length") for u in (1, 3)),
+    }
+    assert 2 not in run.tokens
+    assert run.tokens[0] == continuation([0] * 5, 20)[: len(run.tokens[0])]
+    assert 5 <= len(run.tokens[0]) <= 11
+    assert [run.tokens[uid] for uid in (1, 3)] == [continuation([uid] * 5, 20) for uid in (1, 3)]
+    assert run.scheduler.cache.num_available == run.config.num_pages
+
+
+def test_a_deadline_is_told_even_if_no_step_follows_and_only_once():
+    run = Run()
+    run.add(0, [1], 5, deadline=7)
+    assert run.scheduler.plan(7) is None
+    assert not run.scheduler.has_work
+    assert [(ending.uid, ending.reason) for ending in run.scheduler.take_ended()] == [(0, FinishReason.DEADLINE)]
+    assert run.scheduler.take_ended() == []
+    assert not run.scheduler.abort(0)
+
+
+def test_an_ending_by_deadline_that_is_not_taken_comes_with_the_next_outcome():
+    run = Run()
+    run.add(0, [1], 5, deadline=7)
+    run.add(1, [2], 5)
+    plan = run.scheduler.plan(8)
+    outcome = run.scheduler.commit(plan, run.engine.launch(plan).wait())
+    assert [ending.uid for ending in outcome.finished] == [0]
+    assert run.scheduler.take_ended() == []
+
+
+def test_deadlines_of_requests_that_ended_are_forgotten():
+    run = Run()
+    for uid in range(500):
+        run.add(uid, [1], 1, deadline=10**9)
+        run.finish()
+    assert len(run.scheduler._deadlines) < 100
+
+
+def test_the_queue_is_bounded_by_requests_and_by_tokens_but_takes_one_alone():
+    run = Run(max_waiting=3, max_waiting_tokens=20)
+    run.add(0, [1] * 30, 1)
+    with pytest.raises(Overloaded, match="30 tokens, of at most 20, are waiting") as refusal:
+        run.add(1, [1], 1)
+    assert (refusal.value.reason, refusal.value.retry_after) == ("tokens", 1)
+    run.turn()
+    for uid in range(1, 4):
+        run.add(uid, [1] * 5, 1)
+    with pytest.raises(Overloaded, match="3 requests are waiting") as refusal:
+        run.add(4, [1], 1)
+    assert refusal.value.reason == "requests"
+    assert run.scheduler.num_waiting_tokens == 15
+    run.finish()
+    assert sorted(run.tokens) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("rate", "seconds"), [(0, 1), (1, 2), (100, 1)])
+def test_a_refusal_tells_when_part_of_the_queue_will_be_gone(rate, seconds):
+    run = Run(max_waiting=2)
+    for uid in range(2):
+        run.add(uid, [1] * 8, 1)
+    with pytest.raises(Overloaded) as refusal:
+        run.add(2, [1], 1, rate=rate)
+    assert refusal.value.retry_after == seconds
+
+
+def test_a_deadline_that_cannot_be_met_is_refused_early():
+    run = Run(num_pages=1000, reserve_ratio=0.5, prefill_budget=2)
+    run.add(0, [1] * 100, 40, rate=1000)
+    # 100 prompt tokens and half of 40 output tokens ahead, and 30 of its own: 150 ms at 1000 tokens a second
+    with pytest.raises(Overloaded, match="cannot be met") as refusal:
+        run.add(1, [2] * 30, 10, deadline=150, rate=1000)
+    assert (refusal.value.reason, refusal.value.retry_after) == ("deadline", 1)
+    run.add(2, [2] * 30, 10, deadline=151, rate=1000)
+    run.add(3, [2] * 30, 10, deadline=1)  # nothing is known of the rate
+
+
+def test_what_is_cached_counts_for_a_deadline():
+    run = Run(num_pages=1000)
+    run.add(0, [1] * 100, 1)
+    run.finish()
+    with pytest.raises(Overloaded):
+        run.add(1, [2] * 101, 5, deadline=100, rate=1000)
+    run.add(2, [1] * 101, 5, deadline=100, rate=1000)
+
+
+@depths
+def test_two_with_the_same_prompt_compute_it_once(depth):
+    run = Run(depth, num_pages=200, prefill_budget=8)
+    for uid in range(2):
+        run.add(uid, [1] * 40 + [uid], 4)
+    run.add(2, [2] * 8, 4)
+    run.finish()
+    assert run.tokens == {
+        uid: continuation(prompt, 4) for uid, prompt in ((0, [1] * 40 + [0]), (1, [1] * 41), (2, [2] * 8))
+    }
+    assert sum(row.length for plan in run.plans for row in plan.rows if row.uid == 1) <= 1 + 4
+    first = {uid: next(plan.step for plan in run.plans for row in plan.rows if row.uid == uid) for uid in range(3)}
+    assert first[2] < first[1], "others pass one that waits"
+    assert run.admitted[-1] == (1, 40)
+
+
+@pytest.mark.parametrize(
+    ("second", "options", "config"),
+    [
+        ([1] * 40, {"salt": "other"}, {}),
+        ([1] * 3 + [2] * 37, {}, {}),
+        ([1] * 4, {}, {}),
+        ([1] * 40, {}, {"prefix_cache": False}),
+        ([1] * 40, {"priority": 1}, {"policy": "priority"}),
+    ],
+)
+def test_nobody_waits_for_a_prefix_without_gain(second, options, config):
+    run = Run(num_pages=200, prefill_budget=8, **config)
+    run.add(0, [1] * 40, 4)
+    run.plan()
+    run.add(1, second, 4, **options)
+    run.commit()
+    assert 1 in [row.uid for row in run.plan().rows]
+
+
+@depths
+@pytest.mark.parametrize("turns", [1, 3])
+def test_one_that_waits_goes_on_when_the_other_is_gone(depth, turns):
+    run = Run(depth, num_pages=200, prefill_budget=8)
+    for uid in range(2):
+        run.add(uid, [1] * 80, 4)
+    for _ in range(turns):
+        run.turn()
+    assert run.scheduler.num_waiting == 1
+    run.scheduler.abort(0)
+    run.finish()
+    assert run.tokens == {1: continuation([1] * 80, 4)}
+
+
+def test_a_request_that_found_no_room_is_not_tried_again_before_something_changes():
+    run = Run(num_pages=20, max_running=4, reserve_ratio=1.0)
+    run.add(0, [0] * 20, 40)
+    run.add(1, [1] * 50, 10)
+    run.turn()
+    hits, hit = [], run.scheduler.cache.hit
+    run.scheduler.cache.hit = lambda *arguments: hits.append(arguments) or hit(*arguments)
+    while 0 in run.scheduler._requests:
+        run.turn()
+    assert len(hits) <= 2
+    run.finish()
+    assert run.tokens[1] == continuation([1] * 50, 10)
+
+
+def test_a_newcomer_that_is_the_first_now_is_tried_though_another_found_no_room():
+    run = Run(num_pages=20, max_running=4, policy="priority", reserve_ratio=1.0)
+    run.add(0, [0] * 20, 40)
+    run.add(1, [1] * 50, 10)
+    for _ in range(4):
+        run.turn()
+    run.add(2, [2] * 4, 4, priority=1)
+    run.turn()
+    assert (run.scheduler.num_waiting, run.scheduler.num_running) == (1, 2)
+
+
+def test_the_next_is_tried_when_the_one_that_found_no_room_is_gone():
+    run = Run(num_pages=20, max_running=4, reserve_ratio=1.0)
+    run.add(0, [0] * 20, 40)
+    run.add(1, [1] * 50, 10)
+    run.add(2, [2] * 4, 4)
+    for _ in range(4):
+        run.turn()
+    assert run.scheduler.num_running == 1
+    run.scheduler.abort(1)
+    run.turn()
+    assert (run.scheduler.num_waiting, run.scheduler.num_running) == (0, 2)
+
+
+@depths
+def test_one_that_waited_for_a_prefix_may_begin_though_another_finds_no_room(depth):
+    run = Run(depth, num_pages=26, max_running=4, reserve_ratio=1.0)
+    run.add(0, [1] * 40, 30)
+    run.add(1, [1] * 40, 4)
+    run.add(2, [2] * 90, 4)
+    while 1 not in run.tokens:
+        run.turn()
+    assert 0 in run.scheduler._requests
+    run.finish()
+    assert [run.tokens[uid] for uid in range(2)] == [continuation([1] * 40, count) for count in (30, 4)]
+
+
+def test_the_wait_ends_with_the_common_part_not_with_all_of_the_others_prompt():
+    run = Run(num_pages=200, prefill_budget=8)
+    run.add(0, [1] * 16 + [2] * 200, 4)
+    run.add(1, [1] * 16 + [3] * 4, 4)
+    for _ in range(6):
+        run.turn()
+    assert 1 in run.tokens
+    assert run.admitted == [(0, 0), (1, 16)]
+
+
+def test_retractions_teach_to_admit_less():
+    run = Run(page_size=1, num_pages=60, max_running=8, prefill_budget=64, reserve_ratio=0.0)
+    for uid in range(60):
+        run.add(uid, [uid % 40] * 2, 26)
+    run.finish()
+    assert 0 < run.scheduler.counters.retractions < 60
+
+
+def test_an_old_deadline_does_not_end_a_later_request_of_the_same_uid():
+    run = Run()
+    run.add(0, [1] * 4, 9, deadline=5)
+    run.scheduler.abort(0)
+    run.add(0, [1] * 4, 9)
+    run.now = 6
+    run.finish()
+    assert run.endings == [(0, FinishReason.LENGTH)]
+
+
+def test_pins_end_by_the_time_of_the_plan():
+    run = Run()
+    run.add(0, [1] * 9, 1)
+    run.finish()
+    tokens = pack_ids([1] * 8)
+    assert run.scheduler.cache.pin(tokens, "", 50) == 8
+    for now, pinned in ((49, 8), (50, 0)):
+        run.scheduler.plan(now)
+        assert run.scheduler.cache.probe(tokens, "").pinned == pinned
+
+
+def test_a_priority_is_that_of_the_cached_prefix_too():
+    run = Run(num_pages=8, eviction="priority", max_running=1)
+    for uid, priority in ((0, 1), (1, 0), (2, 0)):
+        run.add(uid, [uid] * 9, 8, priority=priority)
+        run.finish()
+    known = [run.scheduler.cache.probe(pack_ids([uid] * 9), "").known for uid in range(2)]
+    assert known[0] == 8
+    assert known[1] < 8
+
+
+def test_only_pages_that_nobody_else_locks_are_released_by_an_end():
+    run = Run(num_pages=40)
+    first = run.add(0, [1] * 16, 9)
+    for _ in range(2):
+        run.turn()
+    cache = run.scheduler.cache
+    assert cache.num_released(first.lease) == len(first.lease.pages) == 5
+    second = run.add(1, [1] * 12 + [2] * 4, 9)
+    run.turn()
+    assert second.cached_len == 12
+    assert cache.num_released(first.lease) == len(first.lease.pages) - 3
+    before = cache.num_available
+    run.scheduler.abort(0)
+    assert cache.num_available == before + len(first.lease.pages) - 3
+
+
+def test_more_run_at_once_when_requests_turn_out_to_be_short():
+    run = Run(num_pages=100, page_size=1, max_running=50, max_model_len=100, reserve_ratio=1 - 1e-9, prefill_budget=99)
+    stop = continuation([1], 1)
+
+    def most_at_once(first):
+        for uid in range(first, first + 40):
+            run.add(uid, [1], 49, end_ids=stop)
+        run.plan()
+        running = run.scheduler.num_running
+        run.commit()
+        run.finish()
+        return running
+
+    before = most_at_once(0)
+    for first in range(40, 200, 40):
+        most_at_once(first)
+    assert before <= 2
+    assert most_at_once(200) >= 10
+
+
+def test_admission_counts_on_those_that_end_first():
+    """Two that end soon and one that comes: the sum of all is more than the pool, the peak is not."""
+    run = Run(num_pages=26, page_size=1, max_running=4, prefill_budget=64, reserve_ratio=1 - 1e-9)
+    run.add(0, [0] * 10, 2)
+    run.add(1, [1] * 4, 10)
+    assert [row.uid for row in run.plan().rows] == [0, 1]
+    run.commit()
+    run.add(2, [2] * 3, 6)
+    assert [row.uid for row in run.plan().rows] == [0, 1, 2]
+    run.commit()
+    run.finish()
+    assert run.scheduler.counters.retractions == 0
