@@ -66,6 +66,8 @@ def test_what_was_asked_for_is_kept():
         "eviction": "lfu",
         "reserve_ratio": 0.5,
         "max_waiting": 9,
+        "max_waiting_tokens": 99,
+        "policy": "fair",
     }
     config = resolved(**asked)
     assert {name: getattr(config, name) for name in asked} == asked
@@ -83,6 +85,13 @@ def test_the_pool_follows_memory_up_to_what_is_of_use():
     assert resolve(run_config(), plenty, long).pool_tokens == 100_000
 
 
+def test_the_queue_follows_the_pool_but_takes_a_few_of_any():
+    plenty = dataclasses.replace(HARDWARE, memory_bytes=1 << 40)
+    small, large = resolved(num_pages=4), resolve(run_config(num_pages=1 << 14, page_size=8), plenty, SPEC)
+    assert (small.max_waiting, small.max_waiting_tokens) == (4 * small.max_running, 1 << 20)
+    assert (large.max_waiting, large.max_waiting_tokens) == ((1 << 17) // 16, 16 << 17)
+
+
 def test_a_small_pool_limits_the_length_of_a_request():
     assert resolved(num_pages=3, page_size=16).max_model_len == 48
     assert resolved(num_pages=1, page_size=2).max_model_len == 2
@@ -97,6 +106,7 @@ def test_a_small_pool_limits_the_length_of_a_request():
         ({"max_running": 10**9}, "--max-running"),
         ({"prefill_budget": -1}, "--prefill-budget must be at least 1"),
         ({"max_waiting": 0}, "--max-waiting must be at least 1"),
+        ({"max_waiting_tokens": 0}, "--max-waiting-tokens must be at least 1"),
         ({"memory_fraction": 1.5}, "--memory-fraction must be from 0 to 1"),
         ({"memory_fraction": float("nan")}, "--memory-fraction must be from 0 to 1"),
         ({"reserve_ratio": -0.1}, "--reserve-ratio must be from 0 to 1"),
