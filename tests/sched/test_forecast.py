@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.sched.support import request_for
-from tokenmill.sched.forecast import MAX_START_OUTPUT, ONE, Forecast, OutputEstimate
+from tokenmill.sched.forecast import MAX_START_OUTPUT, ONE, OutputEstimate, peak_fits
 
 REQUESTS = st.lists(
     st.tuples(st.integers(0, 12), st.integers(0, 12), st.integers(0, 4), st.integers(0, 3)), min_size=1, max_size=6
@@ -24,11 +24,8 @@ def simulated_peak(requests, page_size):
     return most
 
 
-def has_room(requests, page_size, available, *, may_count_on_ends=True):
-    *running, new = [(draws, known - held * page_size, released) for draws, known, held, released in requests]
-    forecast = Forecast(page_size, may_count_on_ends=may_count_on_ends)
-    forecast.add(running)
-    return forecast.has_room(new, available)
+def fits(requests, page_size, available):
+    return peak_fits([(d, known - held * page_size, r) for d, known, held, r in requests], page_size, available)
 
 
 def clean(requests, page_size):
@@ -41,27 +38,27 @@ def clean(requests, page_size):
 @example([(5, 0, 0, 0), (1, 4, 4, 4)], 1, 3)
 def test_what_has_room_never_takes_more_than_is_there(requests, page_size, available):
     requests = clean(requests, page_size)
-    if has_room(requests, page_size, available):
+    if fits(requests, page_size, available):
         assert simulated_peak(requests, page_size) <= available
 
 
 @given(REQUESTS, st.integers(0, 30))
 def test_with_pages_of_one_token_nothing_that_fits_is_refused(requests, available):
     requests = clean(requests, 1)
-    assert has_room(requests, 1, available) == (simulated_peak(requests, 1) <= available)
+    assert fits(requests, 1, available) == (simulated_peak(requests, 1) <= available)
 
 
 @given(st.integers(0, 50), st.integers(1, 50), st.integers(1, 8))
 def test_one_alone_fits_exactly_its_pages(draws, known, page_size):
     pages = -(-(draws + known) // page_size)
-    assert has_room([(draws, known, 0, 0)], page_size, pages)
-    assert not has_room([(draws, known, 0, 0)], page_size, pages - 1)
+    assert fits([(draws, known, 0, 0)], page_size, pages)
+    assert not fits([(draws, known, 0, 0)], page_size, pages - 1)
 
 
-def test_pages_that_ends_release_count_unless_they_may_not():
-    ends_soon, new = (1, 8, 2, 2), (8, 4, 0, 0)
-    assert has_room([ends_soon, new], 4, 3)
-    assert not has_room([ends_soon, new], 4, 3, may_count_on_ends=False)
+def test_pages_that_ends_release_count():
+    ends_soon, new = (1, 8, 2, 2), (12, 4, 0, 0)
+    assert fits([ends_soon, new], 4, 3)
+    assert not fits([(1, 8, 2, 0), new], 4, 3)
 
 
 def ended(drawn, limit, prompt=3):
@@ -76,7 +73,7 @@ def test_an_estimate_stays_within_what_may_be_drawn(lengths, share):
     for drawn, limit in lengths:
         estimate.learn(ended(min(drawn, limit), limit))
         estimate.learn_from_retraction(ended(0, limit))
-        assert all(0 <= share <= ONE for share in estimate._shares)
+        assert all(0 <= share <= ONE for share in estimate.shares)
         fresh = ended(0, limit)
         assert 1 <= estimate.remaining(fresh) <= limit
         assert estimate.remaining(ended(limit, limit)) == 0

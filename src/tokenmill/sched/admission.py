@@ -8,7 +8,7 @@ from tokenmill.config import ResolvedConfig
 from tokenmill.errors import DeadlinePassed, Overloaded
 from tokenmill.sched import policy
 from tokenmill.sched.cache import PrefixCache
-from tokenmill.sched.forecast import End, Forecast, OutputEstimate
+from tokenmill.sched.forecast import Forecast, OutputEstimate
 from tokenmill.sched.policy import Policy
 from tokenmill.sched.queue import Ledger, WaitingQueue
 from tokenmill.sched.request import Request
@@ -71,10 +71,9 @@ class Admission:
         request.hit_len, from_available = self._cache.hit(request.token_ids.tobytes(), request.salt)
         available = self._cache.num_available
         if self._forecast is None:
-            self._forecast = Forecast(self._config.page_size, may_count_on_ends=not self.estimate.is_whole)
-            self._forecast.add(map(self._end_of, self._running))
-        end = self.estimate.remaining(request), request.total_len - request.hit_len, from_available
-        if not self._forecast.has_room(end, available - from_available):
+            self._forecast = Forecast(self._config.page_size, self.estimate, self._cache.num_released)
+            self._forecast.add(self._running)
+        if not self._forecast.has_room(request, request.hit_len, from_available, available):
             self._available_when_full = available
             return None
         self.queue.take(request)
@@ -83,7 +82,7 @@ class Admission:
     def began(self, request: Request) -> None:
         """A chosen request has its pages for this step."""
         if self._forecast is not None:
-            self._forecast.add([self._end_of(request)])
+            self._forecast.add([request])
 
     def check_load(self, request: Request, now: int, rate: int) -> None:
         """Refuse a request while the queue is full, or if its deadline cannot be met.
@@ -144,10 +143,6 @@ class Admission:
 
     def _look_up(self, request: Request) -> None:
         request.hit_len, _ = self._cache.hit(request.token_ids.tobytes(), request.salt)
-
-    def _end_of(self, request: Request) -> End:
-        uncovered = request.total_len + request.num_pending - len(request.lease.pages) * self._config.page_size
-        return self.estimate.remaining(request), uncovered, self._cache.num_released(request.lease)
 
 
 def _bounded(seconds: int) -> int:

@@ -162,7 +162,12 @@ class PrefixCache:
 
     def num_released(self, lease: Lease) -> int:
         """Pages that can be had once the lease is closed: its own, and those of the tree that nobody else locks."""
-        return len(lease.pages) - lease.shared + sum([len(node.pages) for node in path(lease.node) if node.locks == 1])
+        released, node = len(lease.pages) - lease.shared, lease.node
+        while node is not None:
+            if node.locks == 1:
+                released += len(node.pages)
+            node = node.parent
+        return released
 
     def share(self, lease: Lease, token_ids: bytes, length: int, last_step: int) -> tuple[int, list[int]] | None:
         """Let other requests find the first `length` tokens, whose K/V is computed.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
+from tokenmill.sched.cache import Lease
 from tokenmill.sched.request import Request
 
 ONE = 1 << 16
@@ -26,12 +27,12 @@ class OutputEstimate:
     def __init__(self, share: float) -> None:
         self.is_whole = share >= 1
         start = int(share * ONE)
-        self._shares = [start if self.is_whole else min(start, start * MAX_START_OUTPUT >> bits) for bits in range(33)]
+        self.shares = [start if self.is_whole else min(start, start * MAX_START_OUTPUT >> bits) for bits in range(33)]
 
     def remaining(self, request: Request) -> int:
         """Tokens that a request is expected to draw still: one at least, as long as it may."""
         most = request.num_remaining
-        return min(most, max(1, most * self._shares[_size(request)] >> 16))
+        return most * self.shares[_size(request)] >> 16 or min(1, most)
 
     def learn(self, request: Request) -> None:
         """A request ended."""
@@ -46,49 +47,63 @@ class OutputEstimate:
 
     def _move(self, request: Request, share: int, shift: int) -> None:
         size = _size(request)
-        self._shares[size] += share - self._shares[size] >> shift
+        self.shares[size] += share - self.shares[size] >> shift
 
 
 class Forecast:
-    """The most pages that running requests will take at one time: they draw in step, and end one after another.
+    """Pages that running requests will take beside those they hold, and one that waits. For one step."""
 
-    With their remaining outputs sorted from the longest, the first k are those that still run when the k-th ends. Their
-    growth until then, less what the others' ends made available, is one cumulative sum; its maximum is the peak (Gong
-    et al. 2025, arXiv:2507.10150).
-    """
-
-    def __init__(self, page_size: int, *, may_count_on_ends: bool) -> None:
+    def __init__(self, page_size: int, estimate: OutputEstimate, num_released: Callable[[Lease], int]) -> None:
         self._page_size = page_size
-        self._may_count_on_ends = may_count_on_ends
-        self._ends: list[End] = []
+        self._estimate = estimate
+        self._num_released = num_released
         self._growth = 0
-        self._released = 0
+        self._new: list[tuple[int, int, Lease]] = []
+        self._ends: list[End] = []
 
-    def add(self, ends: Iterable[End]) -> None:
+    def add(self, requests: Iterable[Request]) -> None:
         """Requests that run."""
-        for end in ends:
-            self._ends.append(end)
-            self._growth += self._pages(end[0] + end[1])
-            self._released += end[2]
+        size, shares, growth = self._page_size, self._estimate.shares, self._growth
+        for request in requests:
+            known = len(request.token_ids) + request.num_pending
+            most = request.max_len - known
+            drawn = most * shares[(request.max_len - request.prompt_len).bit_length()] >> 16 or min(1, most)
+            uncovered = known - len(request.lease.pages) * size
+            growth -= -(drawn + uncovered) // size
+            self._new.append((drawn, uncovered, request.lease))
+        self._growth = growth
 
-    def has_room(self, end: End, available: int) -> bool:
-        """Whether one more request fits `available` pages, beside those that run."""
-        if self._growth + self._pages(end[0] + end[1]) <= available:
-            return True
-        if not self._may_count_on_ends:
+    def has_room(self, request: Request, hit: int, from_available: int, available: int) -> bool:
+        """Whether a request with a hit of `hit` tokens, in `from_available` of the `available` pages, finds room."""
+        drawn, uncovered = self._estimate.remaining(request), request.total_len - hit
+        available -= from_available
+        if self._growth - -(drawn + uncovered) // self._page_size <= available:
+            return True  # even if none of them ended before all had drawn their last
+        if self._estimate.is_whole:
             return False
-        tokens = 0
-        available += self._released + end[2]
-        for count, (drawn, uncovered, released) in enumerate(sorted((*self._ends, end), reverse=True), 1):
-            tokens += uncovered
-            available -= released
-            if (tokens + count * (drawn + self._page_size - 1)) // self._page_size > available:
-                return False
-        return True
-
-    def _pages(self, tokens: int) -> int:
-        return -(-tokens // self._page_size)
+        self._ends += [(drawn, uncovered, self._num_released(lease)) for drawn, uncovered, lease in self._new]
+        self._ends.sort(reverse=True)
+        self._new.clear()
+        return peak_fits([*self._ends, (drawn, uncovered, from_available)], self._page_size, available)
 
 
 def _size(request: Request) -> int:
     return (request.max_len - request.prompt_len).bit_length()
+
+
+def peak_fits(ends: Iterable[End], page_size: int, available: int) -> bool:
+    """Whether `available` pages suffice for requests that draw in step and end one after another.
+
+    With their remaining outputs sorted from the longest, the first k are those that still run when the k-th ends. Their
+    growth until then, less what the others' ends made available, is one cumulative sum, whose maximum is the peak (Gong
+    et al. 2025, arXiv:2507.10150).
+    """
+    ordered = sorted(ends, reverse=True)
+    available += sum([released for _, _, released in ordered])
+    tokens = 0
+    for count, (drawn, uncovered, released) in enumerate(ordered, 1):
+        tokens += uncovered
+        available -= released
+        if (tokens + count * (drawn + page_size - 1)) // page_size > available:
+            return False
+    return True
