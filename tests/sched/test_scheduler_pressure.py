@@ -230,14 +230,15 @@ def test_a_refusal_tells_when_part_of_the_queue_will_be_gone(rate, seconds):
     assert refusal.value.retry_after == seconds
 
 
-def test_a_deadline_that_cannot_be_met_is_refused_early():
-    run = Run(num_pages=1000, reserve_ratio=0.5, prefill_budget=2)
+@pytest.mark.parametrize(("max_running", "expected"), [(1, 100 + 20 + 30), (2, 100 + 30)])
+def test_a_deadline_that_cannot_be_met_is_refused_early(max_running, expected):
+    """Ahead are 100 prompt tokens and, if it must end first, half of 40 output tokens; then come 30 of its own."""
+    run = Run(num_pages=1000, reserve_ratio=0.5, max_running=max_running)
     run.add(0, [1] * 100, 40, rate=1000)
-    # 100 prompt tokens and half of 40 output tokens ahead, and 30 of its own: 150 ms at 1000 tokens a second
     with pytest.raises(Overloaded, match="cannot be met") as refusal:
-        run.add(1, [2] * 30, 10, deadline=150, rate=1000)
+        run.add(1, [2] * 30, 10, deadline=expected, rate=1000)
     assert (refusal.value.reason, refusal.value.retry_after) == ("deadline", 1)
-    run.add(2, [2] * 30, 10, deadline=151, rate=1000)
+    run.add(2, [2] * 30, 10, deadline=expected + 1, rate=1000)
     run.add(3, [2] * 30, 10, deadline=1)  # nothing is known of the rate
 
 
@@ -248,6 +249,12 @@ def test_what_is_cached_counts_for_a_deadline():
     with pytest.raises(Overloaded):
         run.add(1, [2] * 101, 5, deadline=100, rate=1000)
     run.add(2, [1] * 101, 5, deadline=100, rate=1000)
+    run.finish()
+    # Of what waits ahead, half is expected to be cached, as it was of 201 tokens so far.
+    run.add(3, [3] * 100, 1)
+    with pytest.raises(Overloaded):
+        run.add(4, [4] * 10, 5, deadline=run.now + 60, rate=1000)
+    run.add(5, [4] * 10, 5, deadline=run.now + 65, rate=1000)
 
 
 @depths

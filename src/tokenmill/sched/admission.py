@@ -87,7 +87,7 @@ class Admission:
     def check_load(self, request: Request, now: int, rate: int) -> None:
         """Refuse a request while the queue is full, or if its deadline cannot be met.
 
-        The first token can come once what is certain to run before the request is done, at `rate` tokens a second.
+        Its first token can come once what is certain to run before it is done, at `rate` tokens a second.
 
         Raises:
             DeadlinePassed: it came too late.
@@ -108,9 +108,7 @@ class Admission:
         if late >= 0:
             raise DeadlinePassed
         if rate:
-            self._look_up(request)
-            ahead = sum(its.total_len + self.estimate.remaining(its) for its in queue.ahead(request))
-            late += 1000 * (ahead + request.total_len - request.hit_len) // rate
+            late += 1000 * self._tokens_before(request) // rate
         if late >= 0:
             raise Overloaded(
                 f"the deadline cannot be met: the first token is expected {late} ms after it; "
@@ -140,6 +138,19 @@ class Admission:
                 request.leader = leader.uid
                 return True
         return False
+
+    def _tokens_before(self, request: Request) -> int:
+        """Tokens to compute before a request's first one: the prompts ahead and its own, less what is cached of them.
+
+        Of outputs, only those count that must end before there is a slot.
+        """
+        ahead, counters = self.queue.ahead(request), self._cache.counters
+        prompts = sum([its.total_len for its in ahead])
+        cached = prompts * counters.hit_tokens // max(counters.lookup_tokens, 1)
+        num_ends = max(0, len(ahead) + len(self._running) + 1 - self._config.max_running)
+        self._look_up(request)
+        own = request.total_len - request.hit_len
+        return prompts - cached + sum([self.estimate.remaining(its) for its in ahead[:num_ends]]) + own
 
     def _look_up(self, request: Request) -> None:
         request.hit_len, _ = self._cache.hit(request.token_ids.tobytes(), request.salt)

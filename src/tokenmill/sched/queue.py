@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect, insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -140,7 +140,7 @@ class WaitingQueue:
             self._uses_left = RANKING_USES
         return _first_free(self._ranking, is_held)
 
-    def ahead(self, request: Request) -> Iterable[Request]:
+    def ahead(self, request: Request) -> Sequence[Request]:
         """Waiting requests that are certain to run before one that is not in the queue yet."""
         if self._policy.is_static:
             request.place = self._policy.order(request, self._ledger)
