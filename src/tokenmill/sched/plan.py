@@ -69,7 +69,7 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         """Tokens computed in this step."""
-        return sum(row.length for row in self.rows)
+        return len(self.rows) if self.is_decode else sum(row.length for row in self.rows)
 
     def digest(self) -> str:
         """A short hash of everything that decides the step; equal on every rank."""
