@@ -6,6 +6,7 @@ MACHINE_EXAMPLES=50000 in the environment makes the run longer.
 from __future__ import annotations
 
 import os
+import sys
 from array import array
 from contextlib import suppress
 from pathlib import Path
@@ -247,6 +248,15 @@ EXAMPLES = int(os.environ.get("MACHINE_EXAMPLES", "1000"))
 PARTS = 8
 
 parts = pytest.mark.parametrize("part", range(PARTS))
+
+
+@pytest.fixture(autouse=True)
+def without_coverage():
+    """Coverage would take most of the time here, and other tests reach the same lines."""
+    trace = sys.gettrace()
+    sys.settrace(None)
+    yield
+    sys.settrace(trace)
 
 
 @parts
