@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.sched.support import Run, continuation
-from tokenmill.errors import Overloaded
+from tokenmill.errors import DeadlinePassed, Overloaded
 from tokenmill.sched.request import Status
 from tokenmill.types import FinishReason
 from tokenmill.wire.messages import pack_ids
@@ -240,6 +240,13 @@ def test_a_deadline_that_cannot_be_met_is_refused_early(max_running, expected):
     assert (refusal.value.reason, refusal.value.retry_after) == ("deadline", 1)
     run.add(2, [2] * 30, 10, deadline=expected + 1, rate=1000)
     run.add(3, [2] * 30, 10, deadline=1)  # nothing is known of the rate
+
+
+def test_a_deadline_that_passed_before_is_told_apart():
+    run = Run()
+    run.now = 10
+    with pytest.raises(DeadlinePassed):
+        run.add(0, [1], 1, deadline=10, rate=1000)
 
 
 def test_what_is_cached_counts_for_a_deadline():

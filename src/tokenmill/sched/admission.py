@@ -107,8 +107,7 @@ class Admission:
         late = now - request.deadline
         if late >= 0:
             raise DeadlinePassed
-        if rate:
-            late += 1000 * self._tokens_before(request) // rate
+        late += 1000 * self._tokens_before(request) // rate if rate else 0
         if late >= 0:
             raise Overloaded(
                 f"the deadline cannot be met: the first token is expected {late} ms after it; "
