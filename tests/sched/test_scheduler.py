@@ -63,6 +63,17 @@ def test_nobody_is_retracted_for_pages_that_come_back_with_the_step_in_flight():
     assert run.scheduler.counters.retractions == 0
 
 
+def test_nobody_is_retracted_for_duplicates_that_the_step_in_flight_still_names():
+    """Both compute the first page; when the tree's takes the place of request 1's, that one is free a step later."""
+    run = Run(depth=2, num_pages=5, policy="priority")
+    run.add(0, [1] * 7, 3)
+    run.turn()
+    run.add(1, [1] * 7, 3, priority=1)
+    run.finish()
+    assert run.tokens == {uid: continuation([1] * 7, 3) for uid in range(2)}
+    assert run.scheduler.counters.retractions == 0
+
+
 @depths
 def test_the_newest_request_is_retracted_and_keeps_its_tokens(depth):
     run = Run(depth, page_size=1, num_pages=20, max_running=3)

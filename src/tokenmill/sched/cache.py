@@ -114,6 +114,11 @@ class PrefixCache:
         """
         return self._pool.num_free + self._tree.num_evictable + (0 if self._leases else self._tree.num_pinned)
 
+    @property
+    def has_fenced(self) -> bool:
+        """Whether pages become free when the steps in flight are done."""
+        return bool(self._fence)
+
     def num_pages_for(self, length: int) -> int:
         """Pages that `length` tokens take."""
         return -(-length // self.page_size)

@@ -263,8 +263,8 @@ class Scheduler:
             if pages is not None:
                 self._updates.append(PageUpdate(request.slot, first, tuple(pages)))
                 return True
-            # Requests that left, but are named by a step in flight, give their pages back when it is committed.
-            if not may_retract or self.num_running > len(self._running):
+            # Fenced pages, and those of requests that left but are named by a step in flight, come back when it is done.
+            if not may_retract or self.num_running > len(self._running) or self.cache.has_fenced:
                 return False
             victim = self._running[-1]
             self._leave(victim)
