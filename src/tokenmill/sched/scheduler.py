@@ -263,7 +263,7 @@ class Scheduler:
             if pages is not None:
                 self._updates.append(PageUpdate(request.slot, first, tuple(pages)))
                 return True
-            # Fenced pages, and those of requests that left but are named by a step in flight, come back when it is done.
+            # Fenced pages, and those of requests that left but are in a step in flight, come back when it is done.
             if not may_retract or self.num_running > len(self._running) or self.cache.has_fenced:
                 return False
             victim = self._running[-1]
