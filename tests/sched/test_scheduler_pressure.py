@@ -1,4 +1,4 @@
-"""The scheduler under pressure: whose turn it is, who gives pages back, how a step is shared, what ends by a deadline."""
+"""The scheduler under pressure: whose turn it is, who gives pages back, how a step is shared, what a deadline ends."""
 
 from __future__ import annotations
 
