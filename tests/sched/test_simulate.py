@@ -20,7 +20,7 @@ from tokenmill.sched.simulate import CostModel, Served, Simulation, TraceRequest
 
 MILLISECOND = 1000
 STEP_ONLY = CostModel(step=1000 * MILLISECOND, prompt_token=0, decode_row=0)
-COSTS = CostModel(step=1000, prompt_token=70, decode_row=30, kv_token=2, pair=0.5)
+COSTS = CostModel(step=1000, prompt_token=70, prompt_row=5, decode_row=30, kv_token=2, pair=0.5)
 
 
 def ids(token: int, length: int) -> array[int]:
@@ -174,6 +174,8 @@ def test_work_tells_prompts_decode_rows_and_what_they_read() -> None:
         made = [Row(uid, uid, start, length, None, True) for uid, (start, length) in enumerate(rows)]
         return StepPlan(0, tuple(made), is_decode=all(length == 1 for _, length in rows))
 
-    assert work_of(plan((9, 1), (19, 1))) == Work(1, 0, 2, 30, 0)
-    assert work_of(plan((9, 1), (10, 3))) == Work(1, 3, 1, 10 + 13, 11 + 12 + 13)
-    assert COSTS.device_seconds(Work(1, 3, 1, 23, 36)) == pytest.approx(1e-6 * (1000 + 3 * 70 + 30 + 2 * 23 + 18))
+    assert work_of(plan((9, 1), (19, 1))) == Work(1, 0, 0, 2, 30, 0)
+    assert work_of(plan((9, 1), (10, 3))) == Work(1, 3, 1, 1, 10 + 13, 11 + 12 + 13)
+    assert COSTS.device_seconds(Work(1, 3, 1, 1, 23, 36)) == pytest.approx(
+        1e-6 * (1000 + 3 * 70 + 5 + 30 + 2 * 23 + 18)
+    )

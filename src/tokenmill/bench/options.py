@@ -10,6 +10,7 @@ from typing import Literal
 from tyro.conf import Positional
 
 from tokenmill.config import Eviction, RunConfig
+from tokenmill.errors import ConfigError
 
 Lengths = tuple[int, int]  # tokens, least and most
 
@@ -71,10 +72,10 @@ class StepOptions(BenchOptions):
 
     save: Path | None = None
     """File for the cost model, as JSON."""
-    prompt: Lengths = (16, 600)
-    """Least and most tokens of a prompt."""
-    output: int = 24
-    """Tokens to draw after each prompt."""
+    prompt: Lengths = (16, 1024)
+    """Least and most tokens of a prompt; few are long."""
+    output: Lengths = (8, 48)
+    """Least and most tokens of an output; few are long."""
     seed: int = 0
     """Decides lengths and contents of the prompts."""
 
@@ -173,6 +174,13 @@ class SimulateOptions:
     """Print JSON lines to stdout, and the table to stderr."""
     plot: Path | None = None
     """File for plots: .html, or .png if matplotlib is installed."""
+
+
+def check_lengths(**flags: Lengths) -> None:
+    """Raises ConfigError when one is not a least and a most number of tokens."""
+    for name, (least, most) in flags.items():
+        if not 1 <= least <= most:
+            raise ConfigError(f"--{name} must be a least and a most number of tokens, not {least} {most}")
 
 
 BENCHES: Mapping[str, type[BenchOptions | SchedOptions]] = {  # by module of this package

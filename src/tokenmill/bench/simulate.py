@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from tokenmill import __version__
-from tokenmill.bench.options import Compared, SimulateOptions
+from tokenmill.bench.options import Compared, SimulateOptions, check_lengths
 from tokenmill.bench.plot import Chart, Points, check_plot, write_plot
 from tokenmill.bench.report import Report
 from tokenmill.bench.traces import SYNTHETIC, open_trace
@@ -244,9 +244,7 @@ def _check(options: SimulateOptions) -> None:
     for name, number in (("rate", synthesis.rate), ("think", synthesis.think), ("speed", options.speed)):
         if not 0 < number < float("inf"):
             raise ConfigError(f"--{name} must be over 0, not {number}")
-    for name, (least, most) in (("prompt", synthesis.prompt), ("output", synthesis.output)):
-        if not 1 <= least <= most:
-            raise ConfigError(f"--{name} must be a least and a most number of tokens, not {least} {most}")
+    check_lengths(prompt=synthesis.prompt, output=synthesis.output)
     if options.trace not in SYNTHETIC and not Path(options.trace).is_file():
         raise ConfigError(f"there is no trace {options.trace!r}: name a file, or one of {', '.join(SYNTHETIC)}")
     check_plot(options.plot)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import statistics
 import time
 from bisect import bisect_left
@@ -15,10 +16,10 @@ import msgspec
 import numpy as np
 
 from tokenmill.bench.online import Clients, drive
-from tokenmill.bench.options import StepOptions
+from tokenmill.bench.options import StepOptions, Synthesis, check_lengths
 from tokenmill.bench.report import Report, describe
-from tokenmill.bench.workload import Shape
-from tokenmill.config import check_range
+from tokenmill.bench.traces import Maker
+from tokenmill.bench.workload import Job
 from tokenmill.engine.base import Engine, StepHandle
 from tokenmill.engine.load import load_engine
 from tokenmill.errors import ConfigError
@@ -78,24 +79,18 @@ def run(options: StepOptions) -> None:
     Raises:
         TokenmillError: a number cannot work, or the file cannot be written; what loading a model raises.
     """
-    least, most = options.prompt
-    check_range("--output", options.output, 1)
-    if not 1 <= least <= most:
-        raise ConfigError(f"--prompt must be a least and a most number of tokens, not {least} {most}")
+    check_lengths(prompt=options.prompt, output=options.output)
     path = resolve_model(options.run.model.model, needs_weights=not options.run.model.random_weights)
     engine, resolved, spec = load_engine(options.run, path, Group.solo())
     config = dataclasses.replace(resolved, loop="serial")
-    most = min(most, config.max_model_len - options.output)
     sizes = [2**power for power in range(config.max_running.bit_length()) if 2**power <= config.max_running]
     report = Report(describe(options.run.model.model, config), as_json=options.json)
     with closing(engine):
         for _ in range(1 if config.device == "cpu" else 2):  # behind the first, CUDA graphs are captured
             steps = []
             for size in (1, *sizes):
-                shape = Shape(size, (min(least, most), most), (options.output, options.output), size)
                 watch = Stopwatch(engine)
-                jobs = shape.jobs(spec.vocab_size, options.seed, size)
-                drive(watch, config, Clients(jobs, [0.0] * size))
+                drive(watch, config, Clients(_jobs(options, size, config.max_model_len, spec.vocab_size), [0.0] * size))
                 steps.append(watch.steps)
     measured = [step for its in steps[1:] for step in its]
     costs = fit(measured)
@@ -112,7 +107,7 @@ def fit(steps: Sequence[Measured]) -> CostModel:
     device = _least_squares([step.work for step in steps], [step.device for step in steps])
     hosts = [(step.rows, step.host) for step in steps if step.host is not None]
     host = _least_squares([(1, rows) for rows, _ in hosts], [seconds for _, seconds in hosts])
-    names = ("step", "prompt_token", "decode_row", "kv_token", "pair", "host_step", "host_row")
+    names = ("step", "prompt_token", "prompt_row", "decode_row", "kv_token", "pair", "host_step", "host_row")
     return CostModel(**dict(zip(names, (*device, *host), strict=True)))
 
 
@@ -130,6 +125,16 @@ def _least_squares(features: Sequence[Sequence[int]], seconds: Sequence[float]) 
     for index, cost in zip(active, found.tolist(), strict=True):
         costs[index] = cost
     return costs
+
+
+def _jobs(options: StepOptions, size: int, max_model_len: int, vocab_size: int) -> list[Job]:
+    make = Maker(Synthesis(seed=options.seed + size, prompt=options.prompt, output=options.output))
+    draw = random.Random(f"{options.seed}/{size}")
+    found = []
+    for prompt, output in (make.lengths() for _ in range(size)):
+        output = min(output, max_model_len - 1)
+        found.append(Job([draw.randrange(vocab_size) for _ in range(min(prompt, max_model_len - output))], output))
+    return found
 
 
 def _show(steps: Sequence[Measured], costs: CostModel, report: Report) -> None:

@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from operator import mul
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -33,6 +34,7 @@ class Work(NamedTuple):
 
     steps: int
     prompt_tokens: int
+    prompt_rows: int
     decode_rows: int
     kv_tokens: int
     pairs: int
@@ -41,14 +43,15 @@ class Work(NamedTuple):
 class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How long things take, in microseconds.
 
-    The device: each step, and in it each prompt token, decode row, token whose K/V is read, and pair of a prompt
-    token and a token that it attends to. The host: each step and each row of it. `request` is what a request waits
-    outside of the scheduler in all: for the network, the tokenizer and its first text.
+    The device: each step, and in it each prompt token, prompt row, decode row, token whose K/V is read, and pair of a
+    prompt token and a token that it attends to. The host: each step and each row of it. `request` is what a request
+    waits outside of the scheduler in all: for the network, the tokenizer and its first text.
     """
 
     step: Micros
     prompt_token: Micros
     decode_row: Micros
+    prompt_row: Micros = 0.0
     kv_token: Micros = 0.0
     pair: Micros = 0.0
     host_step: Micros = 0.0
@@ -57,9 +60,9 @@ class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def device_seconds(self, work: Work) -> float:
         """How long the device computes a step."""
-        steps, prompt_tokens, decode_rows, kv_tokens, pairs = work
-        micros = self.step * steps + self.prompt_token * prompt_tokens + self.decode_row * decode_rows
-        return MICROSECOND * (micros + self.kv_token * kv_tokens + self.pair * pairs)
+        costs = self.step, self.prompt_token, self.prompt_row, self.decode_row, self.kv_token, self.pair
+        micros: float = sum(map(mul, costs, work))
+        return MICROSECOND * micros
 
     def host_seconds(self, rows: int) -> float:
         """How long the host plans, launches and commits a step."""
@@ -263,14 +266,13 @@ def work_of(plan: StepPlan) -> Work:
     """What a plan asks of the device."""
     rows = plan.rows
     if plan.is_decode:
-        return Work(1, 0, len(rows), sum([row.start for row in rows]) + len(rows), 0)
-    prompt_tokens = decode_rows = kv_tokens = pairs = 0
+        return Work(1, 0, 0, len(rows), sum([row.start for row in rows]) + len(rows), 0)
+    prompt_tokens = prompt_rows = kv_tokens = pairs = 0
     for row in rows:
         length, end = row.length, row.start + row.length
         kv_tokens += end
-        if length == 1:
-            decode_rows += 1
-        else:
+        if length > 1:
             prompt_tokens += length
+            prompt_rows += 1
             pairs += length * end - length * (length - 1) // 2
-    return Work(1, prompt_tokens, decode_rows, kv_tokens, pairs)
+    return Work(1, prompt_tokens, prompt_rows, len(rows) - prompt_rows, kv_tokens, pairs)
