@@ -155,7 +155,7 @@ class SimulateOptions:
     """A file (JSON lines of Mooncake or Qwen-Bailian, conversations as in ShareGPT, or CSV), or poisson, bursts,
     shared-prefixes, agents."""
     costs: Path | None = None
-    """Cost model, as tokenmill bench steps --save writes it; default is SmolLM2-135M on two CPU cores."""
+    """Cost model, as tokenmill bench steps --save writes it; default is SmolLM2-135M on one CPU core."""
     compared: Compared = field(default_factory=Compared)
     synthesis: Synthesis = field(default_factory=Synthesis)
     device: Literal["cpu", "cuda"] = "cpu"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import platform
 from array import array
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -25,14 +24,23 @@ from tokenmill.sched.scheduler import Scheduler
 from tokenmill.sched.simulate import MICROSECOND, CostModel, Served, Simulation, TraceRequest
 from tokenmill.spec import HardwareInfo, ModelSpec
 
-# SmolLM2-135M in bfloat16, served from two cores of an AMD EPYC with AVX-512.
+# SmolLM2-135M in bfloat16 on one core of an AMD EPYC, by `bench steps --threads 1`; `request` by a server that is idle.
 DEFAULT_COSTS = CostModel(
-    step=38000, prompt_token=840, decode_row=1300, kv_token=9, pair=0.6, host_step=100, host_row=8
+    step=39800,
+    prompt_token=1360,
+    prompt_row=630,
+    decode_row=3710,
+    kv_token=5.1,
+    pair=1.13,
+    host_step=130,
+    host_row=8,
+    request=4500,
 )
 UNLIMITED = 2**31 - 1
 NAMED = ("policy",)
 SHARES = [*(share / 100 for share in range(100)), *(0.99 + share / 1000 for share in range(11))]
 MOST_INTERVALS = 400
+FAIRNESS_WINDOW = 60.0  # seconds
 
 
 class Timeline:
@@ -74,7 +82,9 @@ class Outcomes:
         self.timeline = Timeline()
         self._wait, self._targets = wait, (ttft_target, itl_target)
         self._num_good = 0
-        self._tenants: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])  # output tokens, seconds
+        self._shares = 0.0, 0  # sum of tokens served in windows, times Jain's index; without that
+        self._window_end = 0.0
+        self._before: dict[str, int] = {}
 
     def add(self, served: Served) -> None:
         """Note a request that has ended."""
@@ -84,9 +94,18 @@ class Outcomes:
         self.latency.append(latency)
         ttft_target, itl_target = self._targets
         self._num_good += first <= ttft_target and latency - first <= itl_target * (output_len - 1)
-        its = self._tenants[served.request.tenant]
-        its[0] += output_len
-        its[1] += latency
+
+    def step(self, now: float, tokens: int, simulation: Simulation) -> None:
+        """Note a step. Tenants are compared who have requests at the begin and at the end of a window."""
+        self.timeline.add(now, tokens, simulation.scheduler)
+        if now < self._window_end:
+            return
+        present = {name: its.served for name, its in simulation.tenants.items() if its.present}
+        served = [total - self._before[name] for name, total in present.items() if name in self._before]
+        if len(served) > 1:
+            weighed, weight = self._shares
+            self._shares = weighed + sum(served) * jain(served), weight + sum(served)
+        self._before, self._window_end = present, now + FAIRNESS_WINDOW
 
     def figures(self, simulation: Simulation) -> dict[str, Any]:
         """The run in figures."""
@@ -109,10 +128,8 @@ class Outcomes:
             chosen = quantiles(values, (0.5, 0.9, 0.99))
             found |= {name.format(f"p{p}"): scale * value for p, value in zip((50, 90, 99), chosen, strict=False)}
         found |= {"hit_rate": counters.cached_tokens / max(counters.prompt_tokens, 1)}
-        return found | {
-            "retractions": counters.retractions,
-            "fairness": jain([a / b for a, b in self._tenants.values() if b]),
-        }
+        weighed, weight = self._shares
+        return found | {"retractions": counters.retractions, "fairness": weighed / weight if weight else None}
 
 
 def run(options: SimulateOptions) -> None:
@@ -136,7 +153,7 @@ def run(options: SimulateOptions) -> None:
             _faster(open_trace(options.trace, options.synthesis, count_tokens), options.speed),
             max_tokens=options.max_tokens,
             on_end=outcomes.add,
-            on_step=outcomes.timeline.add,
+            on_step=outcomes.step,
         )
         simulation.run()
         rows.append(label | outcomes.figures(simulation))

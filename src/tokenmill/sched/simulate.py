@@ -89,10 +89,19 @@ class TraceRequest:
 
 
 @dataclass(slots=True)
+class Tenant:
+    """Tokens served to a tenant, prompts when they are admitted but for what is cached; requests in the scheduler."""
+
+    served: int = 0
+    present: int = 0
+
+
+@dataclass(slots=True)
 class Served:
     """A request in the scheduler, and when its first and its last token came. Times are in seconds since the begin."""
 
     request: TraceRequest
+    tenant: Tenant
     arrival: float
     output_id: int
     num_left: int
@@ -124,7 +133,10 @@ class Simulation:
         max_tokens: what requests give as theirs, so that the scheduler does not know how much they will draw; one
             that draws more gives that.
         on_end: is called with each request that has drawn its last token.
-        on_step: is called after each commit with the time, the number of tokens drawn, and the scheduler.
+        on_step: is called after each commit with the time, the number of tokens drawn, and this.
+
+    Attributes:
+        tenants: by name, all that have come.
     """
 
     def __init__(
@@ -135,10 +147,11 @@ class Simulation:
         *,
         max_tokens: int = 1,
         on_end: Callable[[Served], object] = lambda served: None,
-        on_step: Callable[[float, int, Scheduler], object] = lambda now, tokens, scheduler: None,
+        on_step: Callable[[float, int, Simulation], object] = lambda now, tokens, simulation: None,
     ) -> None:
         self.scheduler = Scheduler(config)
         self.totals = Totals()
+        self.tenants: dict[str, Tenant] = {}
         self._costs, self._max_tokens, self._on_end, self._on_step = costs, max_tokens, on_end, on_step
         self._max_len = min(config.max_model_len, config.pool_tokens)
         self._is_overlap = config.loop == "overlap"
@@ -208,9 +221,12 @@ class Simulation:
         )
         try:
             self.scheduler.add(job, self._millis, self._pace.rate)
-            self._served[job.uid] = Served(request, arrival, request.output_id, request.output_len)
         except (Overloaded, InvalidRequest):
             self.totals.refused += 1
+            return
+        tenant = self.tenants.setdefault(request.tenant, Tenant())
+        tenant.present += 1
+        self._served[job.uid] = Served(request, tenant, arrival, request.output_id, request.output_len)
 
     def _launch(self) -> tuple[StepPlan, float] | None:
         """Plan a step; with the time at which the device has computed it."""
@@ -233,12 +249,16 @@ class Simulation:
         rows = [served.get(row.uid) for row in plan.rows if row.is_sampled]
         drawn = [END_ID if its is None or its.num_left == 1 else its.output_id for its in rows]
         outcome = self.scheduler.commit(plan, StepResult(plan.step, tuple(drawn)))
+        for uid, cached in outcome.admitted:
+            if uid in served:
+                served[uid].tenant.served += len(served[uid].request.token_ids) - cached
         since: dict[float, int] = {}
         for uid, _ in outcome.tokens:
             its = served[uid]
             since[its.last] = since.get(its.last, 0) + 1
             its.num_left -= 1
             its.last = now
+            its.tenant.served += 1
         for last, count in since.items():
             if last >= 0:
                 gap = round((now - last) / MICROSECOND)
@@ -249,10 +269,11 @@ class Simulation:
                     served[uid].first = now
         for ending in outcome.finished:
             self._end(served.pop(ending.uid))
-        self._on_step(now, len(outcome.tokens), self.scheduler)
+        self._on_step(now, len(outcome.tokens), self)
 
     def _end(self, served: Served) -> None:
         request = served.request
+        served.tenant.present -= 1
         if served.num_left:
             self.totals.ended_early += 1
             return
