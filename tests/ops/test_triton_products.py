@@ -166,7 +166,7 @@ def test_ops_equal_the_reference(rows, has_bias, dtype):
 
 
 @pytest.mark.parametrize("reader", ["normed_linear", "gated_linear", "settle", "add_linear"])
-@pytest.mark.parametrize("rows", [17, 70])
+@pytest.mark.parametrize("rows", [12, 17, 70])
 def test_parts_are_added_by_whoever_reads_the_hidden_state_next(rows, reader):
     x, weight, norm = (
         random(rows, 2048, dtype=BF16),

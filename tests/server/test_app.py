@@ -1,71 +1,22 @@
-"""The HTTP API over a fake engine: shapes, streams, errors, and clients that leave."""
+"""The HTTP API over a fake engine: shapes, streams and errors."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.server.fakes import TREE, FakeEngine
+from tests.server.site import COMPLETIONS, SETTINGS, Site, error_of, user
 from tokenmill.clock import milliseconds
-from tokenmill.errors import WorkerDied
 from tokenmill.server.app import create_app
-from tokenmill.server.routes import AppSettings
 from tokenmill.server.sse import encode_event
 
-SETTINGS = AppSettings(
-    model="org/tiny",
-    max_model_len=1000,
-    max_body_bytes=20_000,
-    has_priorities=False,
-    answer_timeout=0.05,
-    created=7,
-)
 CHAT = "/v1/chat/completions"
-COMPLETIONS = "/v1/completions"
-
-
-class Site:
-    """The app and a client for it."""
-
-    def __init__(self) -> None:
-        self.engine = FakeEngine()
-        self.app = create_app(self.engine.client, SETTINGS)
-
-    @asynccontextmanager
-    async def open(self) -> Any:
-        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-        async with self.engine.running(), httpx.AsyncClient(transport=transport, base_url="http://test") as http:
-            yield http
-            self.engine.settle()
-            assert self.engine.client.open_entries == 0
-            assert self.engine.scheduler.jobs == {}
-
-    def request(self, method: str, path: str, **options: Any) -> httpx.Response:
-        async def run() -> httpx.Response:
-            async with self.open() as http:
-                response: httpx.Response = await http.request(method, path, **options)
-                return response
-
-        return asyncio.run(run())
-
-    def post(self, path: str, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
-        return self.request("POST", path, json=fields, headers=headers)
-
-
-@pytest.fixture
-def site() -> Site:
-    return Site()
-
-
-def user(text: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": text}]
 
 
 def events(response: httpx.Response) -> list[Any]:
@@ -82,13 +33,6 @@ def choices(stream: list[Any], index: int) -> Iterator[Any]:
     for event in stream:
         if event != "[DONE]":
             yield from (choice for choice in event["choices"] if choice["index"] == index)
-
-
-def error_of(response: httpx.Response) -> dict[str, Any]:
-    error: dict[str, Any] = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["code"] == response.status_code
-    return error
 
 
 def test_a_chat_answer(site: Site) -> None:
@@ -236,52 +180,6 @@ def test_priorities_are_refused_where_no_policy_looks_at_them(site: Site) -> Non
     assert site.engine.scheduler.seen[-1].priority == 1
 
 
-CACHE = "/v1/cache"
-
-
-def test_questions_to_the_prefix_cache(site: Site) -> None:
-    ids = list(map(ord, "abc"))
-    assert site.request("GET", CACHE).json() == {"serial": 0, "verb": "stats", "token_ids": []}
-    assert site.post(f"{CACHE}/probe", prompt="abc").json() == {"serial": 0, "verb": "probe", "token_ids": ids}
-    pin = site.post(f"{CACHE}/pin", messages=user("abc"), cache_salt="s", ttl=2.5).json()
-    assert pin == {"serial": 0, "verb": "pin", "token_ids": ids, "salt": "s", "ttl": 2500}
-    assert site.post(f"{CACHE}/unpin", prompt=ids).json()["token_ids"] == ids
-    assert site.post(f"{CACHE}/flush", with_pins=True).json()["with_pins"] is True
-    assert site.request("POST", f"{CACHE}/flush").json()["verb"] == "flush", "also without a body"
-    assert site.request("GET", f"{CACHE}/tree?max_nodes=5").json() == TREE
-    text = site.request("GET", f"{CACHE}/tree?format=text")
-    assert text.headers["content-type"].startswith("text/plain")
-    assert text.text.splitlines()[1:] == ["salt (none)", "  ... 2 more"]
-    paths = site.request("GET", "/openapi.json").json()["paths"]
-    assert {path for path in paths if path.startswith(CACHE)} == {
-        CACHE,
-        *(f"{CACHE}/{verb}" for verb in ("probe", "pin", "unpin", "flush", "tree")),
-    }
-    assert "ttl" in paths[f"{CACHE}/pin"]["post"]["requestBody"]["content"]["application/json"]["schema"]["required"]
-
-
-@pytest.mark.parametrize(
-    ("verb", "fields", "param"),
-    [
-        ("probe", {"prompt": "REFUSE"}, "prompt"),
-        ("probe", {"prompt": ["a", "b"]}, "prompt"),
-        ("pin", {"prompt": "a"}, "ttl"),
-        ("unpin", {"prompt": "a", "ttl": 1}, "ttl"),
-        ("flush", {"cache_salt": 1}, "cache_salt"),
-        ("flush", {"prompt": "a"}, "prompt"),
-    ],
-)
-def test_bad_questions_to_the_prefix_cache(site: Site, verb: str, fields: dict[str, Any], param: str) -> None:
-    response = site.post(f"{CACHE}/{verb}", **fields)
-    assert (response.status_code, error_of(response)["param"]) == (400, param)
-
-
-@pytest.mark.parametrize("query", ["max_nodes=0", "max_nodes=x", "max_depth=65", "format=xml", "nodes=5"])
-def test_bad_queries_for_the_tree(site: Site, query: str) -> None:
-    response = site.request("GET", f"{CACHE}/tree?{query}")
-    assert (response.status_code, error_of(response)["param"]) == (400, query.partition("=")[0])
-
-
 GOOD = {CHAT: {"messages": user("x")}, COMPLETIONS: {"prompt": "x"}}
 
 
@@ -373,7 +271,7 @@ def test_health_tells_whether_the_scheduler_moves(site: Site) -> None:
     assert healthy.status_code == 200
     assert healthy.json()["num_pages"] == 10
     site.engine.scheduler.is_silent = True
-    for path in ("/health", CACHE):
+    for path in ("/health", "/v1/cache"):
         sick = site.request("GET", path)
         assert (sick.status_code, error_of(sick)["type"]) == (503, "ServiceUnavailableError")
 
@@ -386,96 +284,6 @@ def test_a_bug_is_a_500_with_an_error_object(site: Site, monkeypatch: pytest.Mon
     response = site.request("GET", "/health")
     assert response.status_code == 500
     assert "secret" not in error_of(response)["message"]
-
-
-class Connection:
-    """A raw ASGI connection whose client can leave."""
-
-    def __init__(self, path: str, body: dict[str, Any]) -> None:
-        self.scope = {
-            "type": "http",
-            "method": "POST",
-            "path": path,
-            "raw_path": path.encode(),
-            "query_string": b"",
-            "headers": [(b"content-type", b"application/json")],
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": "1.1",
-        }
-        self.incoming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self.incoming.put_nowait({"type": "http.request", "body": json.dumps(body).encode(), "more_body": False})
-        self.sent: list[dict[str, Any]] = []
-
-    def leave(self) -> None:
-        self.incoming.put_nowait({"type": "http.disconnect"})
-
-    async def send(self, message: dict[str, Any]) -> None:
-        self.sent.append(message)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0)
-
-
-@pytest.mark.parametrize(
-    ("fields", "ready"),
-    [
-        ({"prompt": "STUCK"}, lambda site, connection: bool(site.engine.scheduler.jobs)),
-        ({"prompt": "STUCK", "stream": True}, lambda site, connection: len(connection.sent) >= 2),
-        ({"prompt": ["ab.", "STUCK"], "n": 3, "stream": True}, lambda site, connection: len(connection.sent) >= 3),
-        ({"prompt": "x"}, lambda site, connection: not site.engine.client.idle.is_set()),
-    ],
-)
-def test_leaving_aborts_and_leaves_nothing(
-    site: Site, fields: dict[str, Any], ready: Callable[[Site, Connection], bool]
-) -> None:
-    async def run() -> None:
-        connection = Connection(COMPLETIONS, fields)
-        engine = site.engine
-        engine.tokenizers[0].is_paused = fields["prompt"] == "x"
-        async with engine.running():
-            serving = asyncio.create_task(site.app(connection.scope, connection.incoming.get, connection.send))
-            await until(lambda: ready(site, connection))
-            connection.leave()
-            await serving
-            engine.tokenizers[0].is_paused = False
-        engine.settle()
-        assert engine.client.open_entries == 0
-        assert engine.scheduler.jobs == {}
-        assert engine.scheduler.aborted
-
-    asyncio.run(run())
-
-
-def test_leaving_in_the_middle_of_the_body(site: Site) -> None:
-    async def run() -> None:
-        connection = Connection(COMPLETIONS, {"prompt": "x"})
-        connection.incoming.get_nowait()
-        connection.incoming.put_nowait({"type": "http.request", "body": b'{"pro', "more_body": True})
-        connection.leave()
-        await site.app(connection.scope, connection.incoming.get, connection.send)
-        assert site.engine.client.open_entries == 0
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_dead_process_ends_open_requests_with_an_error(site: Site, stream: bool) -> None:
-    async def run() -> None:
-        connection = Connection(COMPLETIONS, {"prompt": "STUCK", "stream": stream})
-        async with site.engine.running():
-            serving = asyncio.create_task(site.app(connection.scope, connection.incoming.get, connection.send))
-            await until(lambda: site.engine.scheduler.made.get(1) == 1 and (not stream or len(connection.sent) > 1))
-            site.engine.client.fail(WorkerDied("the scheduler-0 process has ended: killed by SIGKILL"))
-            await serving
-        assert connection.sent[0]["status"] == (200 if stream else 500)
-        body = b"".join(message.get("body", b"") for message in connection.sent)
-        assert b'{"error":{"message":"the scheduler-0 process has ended' in body
-        assert not connection.sent[-1].get("more_body")
-
-    asyncio.run(run())
-    assert site.post(COMPLETIONS, prompt="x").status_code == 500
 
 
 def test_events_have_no_line_ends_of_any_kind_inside() -> None:

@@ -66,8 +66,12 @@ class TritonOps:
         config = choose_parts(x.shape[0], *weight.shape) if bias is None and x.element_size() == 2 else None
         if config is not None:
             hidden.parts = product(x.contiguous(), weight, config, pdl=self._uses_pdl(x))
-        elif self._fused(x, weight, bias, residual=value) is None:
-            value.addmm_(x, weight.t()) if bias is None else value.add_(F.linear(x, weight, bias))
+        elif self._fused(x, weight, bias, residual=value) is not None:
+            return
+        elif bias is None:
+            value.addmm_(x, weight.t())
+        else:
+            value.add_(F.linear(x, weight, bias))
 
     def settle(self, hidden: Hidden) -> Tensor:
         """See `Ops.settle`."""
