@@ -47,7 +47,7 @@ def test_a_killed_process_ends_everything_but_other_servers(tiny: Path, server: 
         assert doomed.end() == 1
         assert message in doomed.log
         assert "Traceback" not in doomed.log
-    assert server.complete("Once", max_tokens=3)["usage"]["completion_tokens"] == 3
+    assert server.complete("Once", max_tokens=3, ignore_eos=True)["usage"]["completion_tokens"] == 3
 
 
 def test_a_killed_server_takes_its_processes_along(tiny: Path) -> None:
