@@ -95,6 +95,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         include_stop_str_in_output: keep the stop text, or the stop token's text, in the output.
         skip_special_tokens: leave special tokens out of the text.
         logit_bias: added to the logits of these ids, -100 to 100.
+        presence_penalty: taken from the logits of ids in the output, -2 to 2.
+        frequency_penalty: taken from the logits of ids for each time that they are in the output, -2 to 2.
+        repetition_penalty: logits of ids in the prompt or the output are divided by it if positive, else multiplied.
 
     Raises InvalidRequest when a value is out of range; `param` names it.
     """
@@ -113,6 +116,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     logit_bias: dict[int, float] = {}
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -122,6 +128,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         check_whole("top_k", self.top_k, -1, MAX_INT32)
         check_number("top_p", self.top_p, 0, 1)
         check_number("min_p", self.min_p, 0, 1)
+        check_number("presence_penalty", self.presence_penalty, -2, 2)
+        check_number("frequency_penalty", self.frequency_penalty, -2, 2)
+        check_number("repetition_penalty", self.repetition_penalty, 0.01, 100)
         check_whole("n", self.n, 1, MAX_CHOICES)
         if self.seed is not None:
             check_whole("seed", self.seed, -(2**63), 2**64 - 1)
@@ -142,6 +151,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def is_greedy(self) -> bool:
         """True when the likeliest token is always taken."""
         return self.temperature < 1e-4 or self.top_k == 1
+
+    @property
+    def is_penalised(self) -> bool:
+        """Whether what is in the prompt or the output changes a token's logit."""
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether what is drawn depends on the tokens before by more than the model."""
+        return self.is_penalised
 
     def for_choice(self, index: int) -> SamplingParams:
         """The parameters of one of `n` choices: a seed of its own, and n = 1.

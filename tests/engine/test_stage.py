@@ -12,7 +12,7 @@ from tokenmill.attention.base import RowLayout
 from tokenmill.engine.kv_pool import allocate
 from tokenmill.engine.stage import make_batch, padded_count, page_triples, plan_openings
 from tokenmill.ops.reference import ReferenceOps
-from tokenmill.sampling.batch import SamplingTable
+from tokenmill.sampling.batch import Opening, SamplingTable
 from tokenmill.sched.plan import PageUpdate, Row, SlotOpening, StepPlan
 from tokenmill.spec import ModelSpec
 from tokenmill.types import SamplingParams
@@ -110,7 +110,7 @@ def test_a_slot_that_is_opened_again_has_the_new_parameters_only(table):
     assert table.is_greedy_slot(1)
     assert not table.is_filtered_slot(1)
     fresh = SamplingTable(3, upload)
-    fresh.open([(1, SamplingParams(temperature=0, seed=4), 2, ())])
+    fresh.open([Opening(1, SamplingParams(temperature=0, seed=4), 2, ())])
     for name in ("temperature", "top_k", "top_p", "min_p", "seed", "is_greedy"):
         assert torch.equal(getattr(table, name), getattr(fresh, name)), name
     logits = torch.zeros(1, 100)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.ops.kernels import DEVICE, poisoned, random
-from tokenmill.sampling.batch import SamplingTable
+from tokenmill.sampling.batch import Opening, SamplingTable
 from tokenmill.sampling.sampler import exponential as exponential_twin
 from tokenmill.sampling.sampler import sample
 from tokenmill.types import SamplingParams
@@ -50,7 +50,7 @@ def draw(
     """What the kernels and what the sampler draw."""
     rows, vocab = logits.shape
     table = SamplingTable(rows, lambda numbers: torch.tensor(numbers, dtype=torch.int32, device=DEVICE))
-    table.open([(slot, its, 0, ()) for slot, its in enumerate(params)])
+    table.open([Opening(slot, its, 0, ()) for slot, its in enumerate(params)])
     columns = SamplingColumns(table.temperature, table.top_k, table.top_p, table.min_p, table.seed, table.is_greedy)
     scratch = make_scratch(rows, vocab, DEVICE, room)
     slots = torch.arange(rows, device=DEVICE).flip(0).to(torch.int32)

@@ -5,7 +5,7 @@ from array import array
 import pytest
 import torch
 
-from tokenmill.sampling.batch import SamplingTable
+from tokenmill.sampling.batch import Opening, SamplingTable
 from tokenmill.sampling.sampler import exponential, sample
 from tokenmill.types import SamplingParams
 
@@ -23,7 +23,7 @@ def upload(numbers: array) -> torch.Tensor:
 
 def draw(logits: torch.Tensor, params: list[SamplingParams], position: int = 5, blocked: tuple[int, ...] = ()):
     table = SamplingTable(len(params), upload)
-    table.open([(slot, its, 3, blocked) for slot, its in enumerate(params)])
+    table.open([Opening(slot, its, 3, blocked) for slot, its in enumerate(params)])
     slots, positions = list(range(len(params))), [position] * len(params)
     logits = logits.clone()
     table.adjust(logits, slots, [position - 1] * len(params))
@@ -165,7 +165,7 @@ def test_end_ids_are_blocked_until_min_tokens():
 def test_rows_need_adjusting_while_ends_are_blocked_and_always_with_a_bias():
     table = SamplingTable(3, upload)
     params = SamplingParams(min_tokens=2), SamplingParams(logit_bias={1: 1.0}), SamplingParams()
-    table.open([(slot, its, 3, (9,) if its.min_tokens else ()) for slot, its in enumerate(params)])
+    table.open([Opening(slot, its, 3, (9,) if its.min_tokens else ()) for slot, its in enumerate(params)])
     assert [table.needs_adjusting([2, 0], [50, last]) for last in (2, 3, 4)] == [True, True, False]
     assert table.needs_adjusting([0, 1], [50, 50])
     assert not table.needs_adjusting([2], [0])
@@ -174,8 +174,8 @@ def test_rows_need_adjusting_while_ends_are_blocked_and_always_with_a_bias():
 
 def test_a_slot_forgets_the_request_before():
     table = SamplingTable(1, upload)
-    table.open([(0, SamplingParams(seed=1, logit_bias={5: 100.0}, min_tokens=9), 0, (6,))])
-    table.open([(0, SamplingParams(temperature=0), 0, ())])
+    table.open([Opening(0, SamplingParams(seed=1, logit_bias={5: 100.0}, min_tokens=9), 0, (6,))])
+    table.open([Opening(0, SamplingParams(temperature=0), 0, ())])
     row = torch.zeros(1, VOCAB)
     row[0, 6] = 1
     table.adjust(row, [0], [0])
@@ -184,12 +184,11 @@ def test_a_slot_forgets_the_request_before():
 
 def test_min_p_is_a_filter_that_needs_no_order():
     table = SamplingTable(3, upload)
-    table.open(
-        [(0, SamplingParams(), 0, ()), (1, SamplingParams(min_p=0.1), 0, ()), (2, SamplingParams(top_p=0.9), 0, ())]
-    )
+    params = SamplingParams(), SamplingParams(min_p=0.1), SamplingParams(top_p=0.9)
+    table.open([Opening(slot, its, 0, ()) for slot, its in enumerate(params)])
     assert [table.needs_filters([slot]) for slot in range(3)] == [False, True, True]
     assert [table.is_filtered_slot(slot) for slot in range(3)] == [False, False, True]
-    table.open([(1, SamplingParams(temperature=0, min_p=0.1), 0, ()), (2, SamplingParams(), 0, ())])
+    table.open([Opening(1, SamplingParams(temperature=0, min_p=0.1), 0, ()), Opening(2, SamplingParams(), 0, ())])
     assert not table.needs_filters(range(3))
 
 

@@ -191,6 +191,7 @@ def test_the_digest_sees_everything_that_decides_a_step():
         digest(prompt=(1, 2)),
         digest(seed=5),
         digest(min_tokens=1),
+        digest(presence_penalty=1.0),
         digest(min_tokens=1, end_ids=[4]),
         digest(min_tokens=1, end_ids=[5]),
         digest(logit_bias={5: 1.0}),

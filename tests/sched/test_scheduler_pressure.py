@@ -9,7 +9,7 @@ import pytest
 from tests.sched.support import Run, continuation
 from tokenmill.sched.request import Status
 from tokenmill.types import FinishReason
-from tokenmill.wire.messages import pack_ids
+from tokenmill.wire.messages import pack_ids, unpack_ids
 
 HOSTILE = Path(__file__).with_name("hostile_policy.py")
 
@@ -61,6 +61,23 @@ def test_the_victim_is_the_last_in_the_order_in_which_pages_are_kept(depth, poli
     assert retracted == [victim]
     run.finish()
     assert run.tokens == {uid: continuation([uid] * 5, 12) for uid in range(3)}
+
+
+def test_only_a_request_that_needs_them_is_opened_with_its_tokens_so_far():
+    run = Run(2, page_size=1, num_pages=30, max_running=3)
+    for uid, options in enumerate(({}, {"presence_penalty": 1.0}, {"repetition_penalty": 2.0})):
+        run.add(uid, [uid] * 5, 12, **options)
+    run.finish()
+    assert run.scheduler.counters.retractions
+    openings = [opening for plan in run.plans for opening in plan.openings]
+    histories = {uid: [unpack_ids(its.history) for its in openings if its.uid == uid] for uid in range(3)}
+    assert not any(histories[0])
+    assert histories[1][0] == [1] * 5
+    assert histories[2][0] == [2] * 5
+    assert len(histories[2]) > 1
+    for history in histories[2][1:]:
+        assert len(history) > 5
+        assert history == ([2] * 5 + run.tokens[2])[: len(history)]
 
 
 def test_a_tenant_that_floods_the_queue_does_not_delay_another():

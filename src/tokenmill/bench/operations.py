@@ -13,7 +13,7 @@ from torch import Tensor
 from tokenmill.attention.base import AttentionBackend, FusedAttention, GraphAttention, KVCache, RowLayout
 from tokenmill.config import ResolvedConfig
 from tokenmill.ops.api import HeadNorms, Hidden, Norm, Ops, Rotation
-from tokenmill.sampling.batch import SamplingTable, Upload
+from tokenmill.sampling.batch import Opening, SamplingTable, Upload
 from tokenmill.sampling.select import make_sampler
 from tokenmill.spec import ModelSpec
 from tokenmill.types import SamplingParams
@@ -124,7 +124,7 @@ class Operations:
         num_bytes = rows * self._spec.vocab_size * self._dtype.itemsize
         logits = [self._random(rows, self._spec.vocab_size) for _ in range(self._copies(num_bytes))]
         for name, params, is_filtered in DRAWS:
-            table.open([(slot, params, 1, ()) for slot in range(rows)])
+            table.open([Opening(slot, params, 1, ()) for slot in range(rows)])
             calls = [partial(sampler.draw, its, slots, slots, last_tokens, is_filtered=is_filtered) for its in logits]
             yield Case(name, rows, calls, num_bytes)
 

@@ -40,7 +40,7 @@ class Sampled:
 def plan_openings(plan: StepPlan) -> list[Opening]:
     """The plan's openings as the sampling table takes them; of several for one slot, the last."""
     by_slot = {its.slot: its for its in plan.openings}
-    return [(its.slot, its.params, its.prompt_len, its.blocked_ids) for its in by_slot.values()]
+    return [Opening(its.slot, its.params, its.prompt_len, its.blocked_ids, its.history) for its in by_slot.values()]
 
 
 def page_triples(plan: StepPlan) -> array[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +17,16 @@ NO_LIMIT = 0
 COLUMNS = 8  # slot, temperature, top_k, top_p, min_p, is_greedy as int32; seed as two
 
 Upload = Callable[["array[int]"], Tensor]  # int32 numbers to a tensor on the device
-Opening = tuple[int, SamplingParams, int, tuple[int, ...]]  # slot, parameters, prompt length, blocked ids
+
+
+class Opening(NamedTuple):
+    """A request that takes a slot; `history` are its tokens so far as int32 bytes if its parameters need them."""
+
+    slot: int
+    params: SamplingParams
+    prompt_len: int
+    blocked_ids: tuple[int, ...]
+    history: bytes = b""
 
 
 class SamplingTable:
@@ -44,7 +54,7 @@ class SamplingTable:
         if not openings:
             return
         numbers = array("i")
-        for slot, params, prompt_len, blocked_ids in openings:
+        for slot, params, prompt_len, blocked_ids, _ in openings:
             packed = struct.pack(
                 "<ififfiq", slot, 1.0 if params.is_greedy else params.temperature, max(params.top_k, NO_LIMIT),
                 params.top_p, params.min_p, params.is_greedy, params.seed or 0,

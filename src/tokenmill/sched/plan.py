@@ -33,7 +33,8 @@ class SlotOpening:
     """A request takes a slot: the engine loads its sampling parameters into the slot's columns.
 
     `blocked_ids` may not be drawn while fewer than `params.min_tokens` tokens are generated;
-    `prompt_len` tells how many tokens that is from a position.
+    `prompt_len` tells how many tokens that is from a position. Where `params.needs_history`, `history` are its tokens so
+    far, the prompt's and those drawn before it was retracted, as int32 bytes; else it is empty.
     """
 
     slot: int
@@ -41,6 +42,7 @@ class SlotOpening:
     params: SamplingParams
     prompt_len: int
     blocked_ids: tuple[int, ...]
+    history: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ class StepPlan:
             numbers.extend((-2, opening.slot, opening.uid, opening.prompt_len, *opening.blocked_ids))
         for update in self.page_updates:
             numbers.extend((-3, update.slot, update.first, *update.pages))
-        params = msgspec.msgpack.encode([opening.params for opening in self.openings])
+        params = msgspec.msgpack.encode([(opening.params, opening.history) for opening in self.openings])
         return hashlib.blake2b(numbers.tobytes() + params, digest_size=16).hexdigest()
 
 

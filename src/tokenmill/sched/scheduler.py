@@ -306,7 +306,9 @@ class Scheduler:
         insort(self._running, request, key=seniority)
         self._computing[request.uid] = request
         blocked = tuple(sorted(request.stop_ids)) if request.params.min_tokens else ()
-        self._openings.append(SlotOpening(request.slot, request.uid, request.params, request.prompt_len, blocked))
+        history = request.token_ids.tobytes() if request.params.needs_history else b""
+        opening = SlotOpening(request.slot, request.uid, request.params, request.prompt_len, blocked, history)
+        self._openings.append(opening)
         if request.lease.pages:
             self._updates.append(PageUpdate(request.slot, 0, tuple(request.lease.pages)))
 

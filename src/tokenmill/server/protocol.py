@@ -21,7 +21,8 @@ MAX_DEPTH = 32
 MAX_REQUEST_ID = 256
 MAX_TTL = 30 * 86400
 
-SAMPLING = tuple(name for name in SamplingParams.__struct_fields__ if name not in ("max_tokens", "logit_bias"))
+NOT_BY_NAME = "max_tokens", "logit_bias", "presence_penalty", "frequency_penalty", "repetition_penalty"
+SAMPLING = tuple(name for name in SamplingParams.__struct_fields__ if name not in NOT_BY_NAME)
 LABELS: Mapping[str, type] = {"safety_identifier": str, "metadata": dict}
 NAMES = {bool: "true or false", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}
 ONLY_NULL = (
