@@ -33,8 +33,8 @@ class SlotOpening:
     """A request takes a slot: the engine loads its sampling parameters into the slot's columns.
 
     `blocked_ids` may not be drawn while fewer than `params.min_tokens` tokens are generated;
-    `prompt_len` tells how many tokens that is from a position. Where `params.needs_history`, `history` are its tokens so
-    far, the prompt's and those drawn before it was retracted, as int32 bytes; else it is empty.
+    `prompt_len` tells how many tokens that is from a position. Where `params.needs_history`, `history` are its tokens
+    so far, the prompt's and those drawn before it was retracted, as int32 bytes; else it is empty.
     """
 
     slot: int
