@@ -1,6 +1,7 @@
 # make serve            install, fetch the default model, serve it on http://127.0.0.1:8000
 # make serve MODEL=org/name ARGS="--port 9000"
 # make test             all tests;  make check: format, lint, types, imports and the fast tests
+# make api-docs         write docs/api.md anew from the tables of fields
 # make bench            measure the engine on this machine, without a server
 # make test COVERAGE=   without coverage, which slows the pure-Python tests down
 # TORCH_INDEX=URL       an extra package index for torch, for example one with CPU builds only
@@ -17,7 +18,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: install install-dev serve test check format bench clean
+.PHONY: install install-dev serve test check format api-docs bench clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -54,6 +55,9 @@ check: install-dev
 format: install-dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+api-docs: install
+	$(BIN)/python -m tokenmill.server.reference > docs/api.md
 
 bench: install
 	$(BIN)/tokenmill pull $(MODEL)

@@ -9,45 +9,23 @@ from typing import Any
 import msgspec
 
 from tokenmill.errors import InvalidRequest, UnsupportedField
+from tokenmill.server.fields import CHAT, COMPLETION, FLUSH, MAX_CHOICES_IN_ALL, MAX_REQUEST_ID, PIN, PROBE
+from tokenmill.server.schema import Table, equals, kind_of
 from tokenmill.text.messages import check_messages
-from tokenmill.types import MAX_INT32, SamplingParams, Scheduling, check_number, deadline_from
+from tokenmill.types import MAX_INT32, SamplingParams, Scheduling, deadline_from
 from tokenmill.wire.messages import CacheCall, CacheVerb, ChatPrompt
 
 Prompt = str | list[int] | ChatPrompt
 
 COMPLETION_MAX_TOKENS = 16
-MAX_CHOICES_IN_ALL = 1024
 MAX_DEPTH = 32
-MAX_REQUEST_ID = 256
-MAX_TTL = 30 * 86400
 
-NOT_BY_NAME = "max_tokens", "logit_bias", "presence_penalty", "frequency_penalty", "repetition_penalty"
-SAMPLING = tuple(name for name in SamplingParams.__struct_fields__ if name not in NOT_BY_NAME)
-LABELS: Mapping[str, type] = {"safety_identifier": str, "metadata": dict}
-NAMES = {bool: "true or false", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}
-ONLY_NULL = (
-    "prompt_logprobs structured_outputs audio prediction reasoning_effort verbosity web_search_options "
-    "allowed_token_ids truncate_prompt_tokens"
+SAMPLING = tuple(
+    name
+    for name in SamplingParams.__struct_fields__
+    if (row := CHAT.fields.get(name)) and row.status == "honoured" and name not in ("max_tokens", "logit_bias")
 )
-ONLY_FALSE = (
-    "logprobs store use_beam_search return_token_ids echo stream_options.include_obfuscation "
-    "stream_options.continuous_usage_stats"
-)
-# Fields that are not honoured, with the values that ask for nothing; null always does.
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(ONLY_NULL.split(), ()),
-    **dict.fromkeys(ONLY_FALSE.split(), (False,)),
-    **dict.fromkeys(("tools", "functions", "bad_words"), ([],)),
-    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "top_logprobs"), (0,)),
-    **dict.fromkeys(("repetition_penalty", "length_penalty"), (1,)),
-    "response_format": ({"type": "text"},),
-    "parallel_tool_calls": (True, False),
-    "modalities": (["text"],),
-    "suffix": ("",),
-    "service_tier": ("auto", "default"),
-    "spaces_between_special_tokens": (True,),
-}
+CACHE_TABLES: Mapping[str, Table] = {"probe": PROBE, "pin": PIN, "unpin": PROBE, "flush": FLUSH}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +54,7 @@ def decode_body(body: bytes) -> dict[str, Any]:
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply") from None
     if not isinstance(value, dict):
-        raise InvalidRequest(f"the body must be a JSON object, not {_kind(value)}")
+        raise InvalidRequest(f"the body must be a JSON object, not {kind_of(value)}")
     return value
 
 
@@ -86,43 +64,43 @@ def parse_chat(body: dict[str, Any], defaults: Mapping[str, Any], now: int = 0) 
     `now` is when it came, in milliseconds: deadlines count from there. Raises InvalidRequest for a field that is
     missing, wrong, or not honoured (UnsupportedField).
     """
-    fields = _Fields(body)
+    fields = _Fields(body, CHAT)
     return _finish(fields, [_chat_prompt(fields)], defaults, now)
 
 
 def parse_completion(body: dict[str, Any], defaults: Mapping[str, Any], now: int = 0) -> GenerationRequest:
     """A /v1/completions request; see `parse_chat`."""
-    fields = _Fields(body)
-    prompts = _prompts(fields.take("prompt"))
-    return _finish(fields, prompts, defaults, now, COMPLETION_MAX_TOKENS, echo=fields.flag("echo"))
+    fields = _Fields(body, COMPLETION)
+    prompts = _prompts(fields.raw("prompt"))
+    return _finish(fields, prompts, defaults, now, COMPLETION_MAX_TOKENS, echo=fields.take("echo") is True)
 
 
 def parse_cache_call(body: dict[str, Any], verb: CacheVerb) -> tuple[CacheCall, Prompt | None]:
     """What is asked of the prefix cache, about one prompt or messages unless it is to flush. Raises as `parse_chat`."""
-    fields = _Fields(body)
-    salt, prompt, ttl = _salt(fields), None, 0.0
+    fields = _Fields(body, CACHE_TABLES[verb])
+    salt, prompt, ttl = fields.take("cache_salt"), None, 0.0
     if verb != "flush":
-        prompts: list[Prompt] = [_chat_prompt(fields)] if "messages" in body else _prompts(fields.take("prompt"))
+        prompts: list[Prompt] = [_chat_prompt(fields)] if "messages" in body else _prompts(fields.raw("prompt"))
         if len(prompts) != 1:
             raise InvalidRequest("prompt must be a single one: send several requests", "prompt")
         prompt = prompts[0]
     if verb == "pin":
         ttl = fields.take("ttl")
-        check_number("ttl", ttl, 0.001, MAX_TTL)
-    with_pins = verb == "flush" and fields.flag("with_pins")
+    with_pins = verb == "flush" and fields.take("with_pins") is True
     fields.refuse_rest()
     return CacheCall(verb=verb, salt=salt, ttl=round(1000 * ttl), with_pins=with_pins), prompt
 
 
 def _chat_prompt(fields: _Fields) -> ChatPrompt:
-    continues = fields.flag("continue_final_message")
-    template_kwargs = fields.typed("chat_template_kwargs", dict) or {}
+    continues = fields.take("continue_final_message") is True
+    add_generation_prompt = fields.take("add_generation_prompt")
+    template_kwargs = fields.take("chat_template_kwargs") or {}
     if not _can_travel(template_kwargs):
         words = f"must not be nested over {MAX_DEPTH} deep, or hold integers over 64 bits"
         raise InvalidRequest(f"chat_template_kwargs {words}", "chat_template_kwargs")
     return ChatPrompt(
-        messages=check_messages(fields.take("messages")),
-        add_generation_prompt=fields.flag("add_generation_prompt", not continues),
+        messages=check_messages(fields.raw("messages")),
+        add_generation_prompt=not continues if add_generation_prompt is None else add_generation_prompt,
         continue_final_message=continues,
         template_kwargs=template_kwargs,
     )
@@ -131,26 +109,27 @@ def _chat_prompt(fields: _Fields) -> ChatPrompt:
 class _Fields:
     """The body's fields, each taken once; null counts as left out."""
 
-    def __init__(self, body: dict[str, Any]) -> None:
+    def __init__(self, body: dict[str, Any], table: Table) -> None:
         self._left = dict(body)
+        self._table = table
 
-    def take(self, name: str) -> Any:
+    def raw(self, name: str) -> Any:
+        """A field that is checked by who takes it."""
         return self._left.pop(name, None)
 
-    def typed(self, name: str, kind: type) -> Any:
-        value = self.take(name)
-        if not isinstance(value, kind | None):
-            raise InvalidRequest(f"{name} must be {NAMES[kind]}, not {_kind(value)}", name)
+    def take(self, name: str) -> Any:
+        """A field, checked; None if it is left out and may be."""
+        value = self._left.pop(name, None)
+        if value is not None or name in self._table.schema["required"]:
+            self._table.check(name, value)
         return value
-
-    def flag(self, name: str, default: bool = False) -> bool:
-        return default if (value := self.typed(name, bool)) is None else bool(value)
 
     def refuse_rest(self) -> None:
         """Every field that was not taken must ask for nothing."""
         for name, value in self._left.items():
-            if name not in LABELS or not isinstance(value, LABELS[name] | None):
-                _refuse_unless_neutral(name, value)
+            self._table.check(name, value)
+            if value is not None and self._table.fields[name].status == "honoured":
+                raise UnsupportedField(f"{name} means nothing beside the other fields: leave it out", name)
 
 
 def _finish(
@@ -165,30 +144,22 @@ def _finish(
     if len(prompts) * params.n > MAX_CHOICES_IN_ALL:
         asked = f"{len(prompts)} prompts with n={params.n} are over {MAX_CHOICES_IN_ALL} answers"
         raise InvalidRequest(f"{asked}: send several requests", "n")
-    stream = fields.flag("stream")
+    stream = fields.take("stream") is True
     include_usage = _include_usage(fields, stream)
     best_of = fields.take("best_of")
-    if best_of is not None and not _equals(best_of, params.n):
+    if best_of not in (None, params.n):
         raise UnsupportedField("best_of is not supported unless it equals n: leave it out", "best_of")
-    model, request_id = fields.typed("model", str), fields.typed("request_id", str)
+    model, request_id = fields.take("model"), fields.take("request_id")
     if request_id is not None:
         check_request_id(request_id, "request_id")
-    priority = fields.take("priority")
     scheduling = Scheduling(
-        priority=0 if priority is None else priority,
+        priority=fields.take("priority") or 0,
         deadline=deadline_from(now, fields.take("deadline_ms"), fields.take("timeout")),
-        tenant=fields.typed("user", str) or "",
-        salt=_salt(fields) or "",
+        tenant=fields.take("user") or "",
+        salt=fields.take("cache_salt") or "",
     )
     fields.refuse_rest()
     return GenerationRequest(model, prompts, params, stream, include_usage, echo, request_id, scheduling)
-
-
-def _salt(fields: _Fields) -> str | None:
-    salt: str | None = fields.typed("cache_salt", str)
-    if salt == "":
-        raise InvalidRequest("cache_salt must not be empty: leave it out to share K/V with all", "cache_salt")
-    return salt
 
 
 def check_request_id(request_id: str, name: str) -> None:
@@ -199,13 +170,13 @@ def check_request_id(request_id: str, name: str) -> None:
 
 def _params(fields: _Fields, defaults: Mapping[str, Any], max_tokens: int | None) -> SamplingParams:
     values = {name: default for name, default in defaults.items() if name in SAMPLING}
-    values |= {name: value for name in SAMPLING if (value := fields.take(name)) is not None}
-    bias = fields.typed("logit_bias", dict) or {}
+    values |= {name: value for name in SAMPLING if (value := fields.raw(name)) is not None}
+    bias = fields.take("logit_bias") or {}
     for key in bias:
         if not (key.isascii() and key.isdigit() and len(key) <= 10):
             raise InvalidRequest(f"logit_bias must have token ids as keys, not {key[:40]!r}", "logit_bias")
-    old, new = fields.take("max_tokens"), fields.take("max_completion_tokens")
-    if old is not None and new is not None and not _equals(old, new):
+    old, new = fields.raw("max_tokens"), fields.take("max_completion_tokens")
+    if old is not None and new is not None and not equals(old, new):
         raise InvalidRequest("max_tokens and max_completion_tokens differ: set only one", "max_tokens")
     given = old if new is None else new
     values["max_tokens"] = max_tokens if given is None else given
@@ -213,18 +184,10 @@ def _params(fields: _Fields, defaults: Mapping[str, Any], max_tokens: int | None
 
 
 def _include_usage(fields: _Fields, stream: bool) -> bool:
-    options = fields.typed("stream_options", dict)
-    if options is None:
-        return False
-    if not stream:
+    options = fields.take("stream_options")
+    if options is not None and not stream:
         raise InvalidRequest("stream_options is for streams only: set stream to true or leave it out", "stream_options")
-    include = options.get("include_usage")
-    if not isinstance(include, bool | None):
-        raise InvalidRequest("stream_options.include_usage must be true or false", "stream_options.include_usage")
-    for name, value in options.items():
-        if name != "include_usage":
-            _refuse_unless_neutral(f"stream_options.{name}", value)
-    return include is True
+    return (options or {}).get("include_usage") is True
 
 
 def _prompts(raw: Any) -> list[Prompt]:
@@ -245,23 +208,11 @@ def _prompts(raw: Any) -> list[Prompt]:
 
 def _token_ids(items: list[Any]) -> list[int]:
     if not all(type(item) is int for item in items):
-        wrong = next(_kind(item) for item in items if type(item) is not int)
+        wrong = next(kind_of(item) for item in items if type(item) is not int)
         raise InvalidRequest(f"prompt must hold strings only or token ids only; {wrong} is out of place", "prompt")
     if min(items) < 0 or max(items) > MAX_INT32:
         raise InvalidRequest(f"prompt has a token id outside 0 to {MAX_INT32}", "prompt")
     return items
-
-
-def _refuse_unless_neutral(name: str, value: Any) -> None:
-    shown = name if len(name) <= 80 else name[:80] + "..."
-    if name not in NEUTRAL and name not in LABELS:
-        raise UnsupportedField(f"{shown} is not a known field: check its spelling or leave it out", shown)
-    if value is not None and not any(_equals(value, neutral) for neutral in NEUTRAL.get(name, ())):
-        raise UnsupportedField(f"{shown} is not supported with this value: leave it out", shown)
-
-
-def _equals(value: Any, other: Any) -> bool:
-    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 
 def _can_travel(value: Any, depth: int = MAX_DEPTH) -> bool:
@@ -270,7 +221,3 @@ def _can_travel(value: Any, depth: int = MAX_DEPTH) -> bool:
         items = value.values() if isinstance(value, dict) else value
         return depth > 0 and all(_can_travel(item, depth - 1) for item in items)
     return not isinstance(value, int) or -(2**63) <= value < 2**64
-
-
-def _kind(value: Any) -> str:
-    return "null" if value is None else NAMES[type(value)]

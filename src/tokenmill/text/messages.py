@@ -10,7 +10,7 @@ from tokenmill.errors import InvalidRequest, UnsupportedField
 ROLES = ("system", "developer", "user", "assistant")
 TOOL_ROLES = ("tool", "function")
 # What clients send back of an earlier answer; without a value these say nothing.
-ANSWER_FIELDS = ("refusal", "tool_calls", "function_call", "audio", "annotations", "reasoning_content")
+ANSWER_FIELDS = ("refusal", "tool_calls", "function_call", "audio", "annotations", "reasoning_content", "tool_call_id")
 
 
 def check_messages(raw: Any, *, with_tools: bool = False) -> list[dict[str, Any]]:

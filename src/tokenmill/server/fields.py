@@ -1,0 +1,226 @@
+"""Every field of the HTTP API: what it may be, and whether it is honoured, refused, or means nothing here.
+
+Parsing, OpenAPI's schemas and docs/api.md are made from these tables. Sampling parameters are checked by
+`types.SamplingParams`; the bounds here must be its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tokenmill.server.schema import (
+    FLAG,
+    NULL,
+    OBJECT,
+    TEXT,
+    Table,
+    array,
+    either,
+    given,
+    honoured,
+    meaningless,
+    number,
+    one_of,
+    record,
+    refused,
+    text,
+    whole,
+)
+from tokenmill.types import (
+    MAX_CHOICES,
+    MAX_INT32,
+    MAX_LOGIT_BIAS,
+    MAX_NAME,
+    MAX_STOP_IDS,
+    MAX_STOP_STRINGS,
+)
+
+MAX_CHOICES_IN_ALL = 1024
+MAX_REQUEST_ID = 256
+MAX_TTL = 30 * 86400
+
+TOKEN_IDS = array(whole(0, MAX_INT32), 1)
+PROMPT = either(TEXT, array(TEXT, 1, MAX_CHOICES_IN_ALL), TOKEN_IDS, array(TOKEN_IDS, 1, MAX_CHOICES_IN_ALL))
+ROLES = ("system", "developer", "user", "assistant")
+PART = record(["type", "text"], type=one_of("text"), text=TEXT)
+CONTENT = either(TEXT, array(PART, 1))
+
+SAMPLING = (
+    honoured("max_tokens", whole(1, MAX_INT32), "left out: 16 in completions, the context's rest in chats"),
+    honoured("max_completion_tokens", whole(1, MAX_INT32), "another name of max_tokens"),
+    honoured("min_tokens", whole(0, MAX_INT32), "no end before that many"),
+    honoured("temperature", number(0, 100), "0 takes the likeliest token"),
+    honoured("top_k", whole(-1, MAX_INT32), "0 and -1 keep all"),
+    honoured("top_p", number(0, 1)),
+    honoured("min_p", number(0, 1)),
+    honoured("seed", whole(-(2**63), 2**64 - 1), "choice i of n has seed + i"),
+    honoured("n", whole(1, MAX_CHOICES), "prompts times n: at most 1,024; the prompt is computed once"),
+    honoured("best_of", whole(1, MAX_CHOICES), "only if it equals n"),
+    honoured("stop", either(TEXT, array(text(1), 0, MAX_STOP_STRINGS))),
+    honoured("stop_token_ids", array(whole(0, MAX_INT32), 0, MAX_STOP_IDS)),
+    honoured("ignore_eos", FLAG),
+    honoured("include_stop_str_in_output", FLAG),
+    honoured("skip_special_tokens", FLAG),
+    honoured(
+        "logit_bias",
+        OBJECT | {"additionalProperties": number(-100, 100), "maxProperties": MAX_LOGIT_BIAS},
+        "token ids as keys",
+    ),
+    refused("presence_penalty frequency_penalty", "not built", 0),
+    refused("repetition_penalty length_penalty", "not built", 1),
+    refused("allowed_token_ids prompt_logprobs structured_outputs", "not built"),
+    refused("bad_words", "not built", []),
+    refused("response_format", "not built", {"type": "text"}),
+    refused("use_beam_search", "no beam search", False),
+    refused("truncate_prompt_tokens", "a prompt is never cut"),
+    refused("spaces_between_special_tokens", "spaces are the tokenizer's", True),
+    refused("return_token_ids", "not built", False),
+)
+COMMON = (
+    honoured("model", TEXT, "404 for any but the served model; left out: that one"),
+    honoured("stream", FLAG),
+    honoured("stream_options", OBJECT, "for streams only"),
+    honoured("stream_options.include_usage", FLAG),
+    refused("stream_options.include_obfuscation", "chunks are not padded", False),
+    refused("stream_options.continuous_usage_stats", "usage comes last", False),
+    honoured("user", text(0, MAX_NAME), "the tenant, for the policy fair"),
+    honoured("request_id", text(1, MAX_REQUEST_ID), "printable ASCII; else the header X-Request-Id"),
+    honoured("priority", whole(-MAX_INT32, MAX_INT32), "not 0 only with --policy or --eviction priority"),
+    honoured("deadline_ms", whole(1, MAX_INT32), "milliseconds from arrival to the end"),
+    honoured("timeout", number(0.001, MAX_INT32 // 1000), "the same in seconds"),
+    honoured("cache_salt", text(1, MAX_NAME), "only requests of one salt share K/V"),
+    refused("store", "nothing is stored", False),
+    refused("service_tier", "one tier", "auto", "default"),
+    refused("prompt_cache_options", "the prefix cache needs none: see cache_salt and /v1/cache"),
+    meaningless("prompt_cache_key prompt_cache_retention", TEXT, "the prefix cache finds prefixes by itself"),
+    meaningless("safety_identifier", TEXT, "a label of the client's own"),
+    meaningless("metadata", OBJECT, "a label of the client's own"),
+)
+TEMPLATE = (
+    honoured("add_generation_prompt", FLAG, "true unless continue_final_message"),
+    honoured("continue_final_message", FLAG, "goes on with the last message, the assistant's"),
+    honoured("chat_template_kwargs", OBJECT, "variables of the chat template"),
+)
+MESSAGES = (
+    honoured("messages", array(OBJECT, 1), required=True),
+    honoured("messages[].role", one_of(*ROLES), required=True),
+    honoured("messages[].content", CONTENT, "text, or parts of type text"),
+    honoured("messages[].name", TEXT, "where the chat template shows it"),
+    meaningless("messages[].refusal", one_of(""), "sent back by clients"),
+    refused("messages[].audio", "text only"),
+    refused("messages[].tool_calls messages[].annotations", "not built", []),
+    refused("messages[].function_call", "not built"),
+    refused("messages[].reasoning_content", "not built", ""),
+    refused("messages[].tool_call_id", "not built"),
+)
+CHAT = Table(
+    MESSAGES,
+    TEMPLATE,
+    COMMON,
+    SAMPLING,
+    refused("logprobs", "not built", False),
+    refused("top_logprobs", "not built", 0),
+    refused("tools", "not built", []),
+    refused("tool_choice", "not built", "none", "auto"),
+    meaningless("parallel_tool_calls", FLAG, "there are no tools"),
+    refused("functions", "use tools", []),
+    refused("function_call", "use tool_choice", "none", "auto"),
+    refused("reasoning_effort", "not built"),
+    refused("verbosity", "the model has no such setting", "medium"),
+    refused("audio prediction web_search_options moderation", "no such service"),
+    refused("modalities", "text only", ["text"]),
+    refused("prompt suffix", "for completions"),
+    refused("echo", "for completions", False),
+)
+COMPLETION = Table(
+    honoured("prompt", PROMPT, "several prompts: choice index = prompt number * n + choice", required=True),
+    COMMON,
+    SAMPLING,
+    honoured("echo", FLAG, "the prompt comes before the output"),
+    refused("logprobs", "not built", False),
+    refused("suffix", "no infilling", ""),
+    refused("tools", "for chats", []),
+    refused("tool_choice", "for chats", "none", "auto"),
+    refused("top_logprobs", "for chats: here logprobs is their number", 0),
+    refused("messages reasoning_effort", "for chats"),
+    meaningless("parallel_tool_calls", FLAG, "for chats"),
+)
+PROBE = Table(
+    honoured("prompt", PROMPT, "a single one; this or messages"),
+    honoured("messages", array(OBJECT, 1)),
+    MESSAGES[1:],
+    TEMPLATE,
+    honoured("cache_salt", text(1, MAX_NAME)),
+)
+PIN = Table(PROBE, honoured("ttl", number(0.001, MAX_TTL), "seconds", required=True))
+FLUSH = Table(
+    honoured("cache_salt", text(1, MAX_NAME), "left out: of all salts"),
+    honoured("with_pins", FLAG, "also what is pinned"),
+)
+
+COUNT = whole(0)
+END = one_of("stop", "length", "abort", None)
+USAGE = record(
+    ["prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"],
+    prompt_tokens=COUNT,
+    completion_tokens=COUNT,
+    total_tokens=COUNT,
+    prompt_tokens_details=record(["cached_tokens"], cached_tokens=COUNT),
+)
+HEAD = (
+    given("id", TEXT, "ends in the request's id"),
+    given("created", COUNT),
+    given("model", TEXT),
+    refused("service_tier system_fingerprint moderation", "nothing to tell"),
+)
+ENDS = (
+    given("choices[].index", COUNT),
+    given("choices[].finish_reason", END, "abort: cancelled by the server, or at its deadline; null before the end"),
+    honoured("choices[].stop_reason", either(TEXT, COUNT), 'the stop string or id that ended it, or "deadline"'),
+    meaningless("choices[].logprobs", NULL, "not built"),
+)
+CHAT_RESPONSE = Table(
+    given("object", one_of("chat.completion")),
+    HEAD,
+    given("choices", array(OBJECT)),
+    ENDS,
+    given("choices[].message", OBJECT),
+    given("choices[].message.role", one_of("assistant")),
+    given("choices[].message.content", TEXT),
+    meaningless("choices[].message.refusal", NULL, "no refusals apart from content"),
+    refused("choices[].message.annotations choices[].message.audio", "text only"),
+    refused("choices[].message.function_call choices[].message.tool_calls", "not built"),
+    refused("metadata", "nothing is stored"),
+    given("usage", USAGE),
+)
+CHAT_CHUNK = Table(
+    given("object", one_of("chat.completion.chunk")),
+    HEAD,
+    given("choices", array(OBJECT), "empty in the chunk of usage"),
+    ENDS,
+    given("choices[].delta", OBJECT, "empty at the end"),
+    honoured("choices[].delta.role", one_of("assistant"), "in the first"),
+    honoured("choices[].delta.content", TEXT),
+    refused("choices[].delta.audio", "text only"),
+    refused("choices[].delta.refusal choices[].delta.function_call choices[].delta.tool_calls", "not built"),
+    refused("obfuscation", "chunks are not padded"),
+    honoured("usage", USAGE, "with include_usage: null but in the last"),
+)
+COMPLETION_RESPONSE = Table(
+    given("object", one_of("text_completion")),
+    HEAD,
+    given("choices", array(OBJECT)),
+    ENDS,
+    given("choices[].text", TEXT),
+    honoured("usage", USAGE, "in a stream: with include_usage, null but in the last"),
+)
+ERROR = record(
+    ["error"],
+    error=record(
+        ["message", "type", "param", "code"], message=TEXT, type=TEXT, param=either(TEXT, NULL), code=whole(400, 599)
+    ),
+)
+APIS: Mapping[str, tuple[Table, Mapping[str, Table]]] = {
+    "/v1/chat/completions": (CHAT, {"response": CHAT_RESPONSE, "chunk of a stream": CHAT_CHUNK}),
+    "/v1/completions": (COMPLETION, {"response, and chunk of a stream": COMPLETION_RESPONSE}),
+}
