@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenmill.errors import InvalidRequest
-from tokenmill.types import MAX_LOGIT_BIAS, MAX_STOP_IDS, MAX_STOP_STRINGS, SamplingParams
+from tokenmill.types import MAX_BAD_IDS, MAX_LOGIT_BIAS, MAX_STOP_IDS, MAX_STOP_STRINGS, SamplingParams
 
 NAN = float("nan")
 
@@ -62,6 +62,14 @@ NAN = float("nan")
         ("logit_bias", {5: 100.5}),
         ("logit_bias", {5: NAN}),
         ("logit_bias", dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1.0)),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [-1]),
+        ("bad_words", None),
+        ("bad_words", [""]),
+        ("bad_words", [[]]),
+        ("bad_words", [[True]]),
+        ("bad_words", [5]),
+        ("bad_words", [[1] * (MAX_BAD_IDS + 1)]),
         ("ignore_eos", 1),
         ("include_stop_str_in_output", "yes"),
         ("skip_special_tokens", None),

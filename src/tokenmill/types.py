@@ -13,6 +13,9 @@ from tokenmill.errors import InvalidRequest
 MAX_STOP_STRINGS = 64
 MAX_STOP_IDS = 1024
 MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 2048
+MAX_BAD_IDS = 128
+MAX_ALLOWED_IDS = 2**20
 MAX_CHOICES = 128
 MAX_NAME = 512
 SEED_BITS = 63
@@ -95,6 +98,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         include_stop_str_in_output: keep the stop text, or the stop token's text, in the output.
         skip_special_tokens: leave special tokens out of the text.
         logit_bias: added to the logits of these ids, -100 to 100.
+        allowed_token_ids: only these are drawn; None is all.
+        bad_words: texts, or sequences of token ids, that are not generated while there is anything else to draw.
         presence_penalty: taken from the logits of ids in the output, -2 to 2.
         frequency_penalty: taken from the logits of ids for each time that they are in the output, -2 to 2.
         repetition_penalty: logits of ids in the prompt or the output are divided by it if positive, else multiplied.
@@ -116,6 +121,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     logit_bias: dict[int, float] = {}
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str | Sequence[int]] = ()
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -141,6 +148,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 raise InvalidRequest(f"{name} must be true or false, not {getattr(self, name)!r}", name)
         self._check_stops()
         self._check_bias()
+        if self.allowed_token_ids is not None:
+            _check_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_IDS)
+            if not self.allowed_token_ids:
+                raise InvalidRequest("allowed_token_ids is empty: leave it out to allow all", "allowed_token_ids")
+        self._check_bad_words()
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -158,9 +170,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
     @property
+    def bad_sequences(self) -> list[Sequence[int]]:
+        """Those of `bad_words` that are ids; when a request runs, all are."""
+        return [word for word in self.bad_words if not isinstance(word, str)]
+
+    @property
     def needs_history(self) -> bool:
         """Whether what is drawn depends on the tokens before by more than the model."""
-        return self.is_penalised
+        return self.is_penalised or any(len(ids) > 1 for ids in self.bad_sequences)
 
     def for_choice(self, index: int) -> SamplingParams:
         """The parameters of one of `n` choices: a seed of its own, and n = 1.
@@ -176,11 +193,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if not all(isinstance(text, str) and text for text in self.stop_strings):
             raise InvalidRequest("stop must hold non-empty strings only", "stop")
         _at_most("stop", self.stop_strings, MAX_STOP_STRINGS, "strings")
-        if isinstance(self.stop_token_ids, str | bytes) or not isinstance(self.stop_token_ids, Sequence):
-            raise InvalidRequest("stop_token_ids must be a list of token ids", "stop_token_ids")
-        _at_most("stop_token_ids", self.stop_token_ids, MAX_STOP_IDS, "ids")
-        for token in self.stop_token_ids:
-            check_whole("stop_token_ids", token, 0, MAX_INT32)
+        _check_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_IDS)
 
     def _check_bias(self) -> None:
         if not isinstance(self.logit_bias, dict):
@@ -189,6 +202,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for token, bias in self.logit_bias.items():
             check_whole("logit_bias", token, 0, MAX_INT32)
             check_number("logit_bias", bias, -100, 100)
+
+    def _check_bad_words(self) -> None:
+        if not isinstance(self.bad_words, list | tuple) or not all(self.bad_words):
+            raise InvalidRequest("bad_words must be a list of texts, or of token ids, none of them empty", "bad_words")
+        _at_most("bad_words", self.bad_words, MAX_BAD_WORDS, "sequences of ids")
+        for word in self.bad_words:
+            if not isinstance(word, str):
+                _check_ids("bad_words", word, MAX_BAD_IDS)
+            elif not word.strip():
+                raise InvalidRequest("bad_words must hold more than spaces", "bad_words")
+
+
+def _check_ids(name: str, ids: object, most: int) -> None:
+    if isinstance(ids, str | bytes) or not isinstance(ids, Sequence):
+        raise InvalidRequest(f"{name} must be a list of token ids", name)
+    _at_most(name, ids, most, "ids")
+    for token in ids:
+        check_whole(name, token, 0, MAX_INT32)
 
 
 def _at_most(name: str, values: Sized, most: int, what: str) -> None:

@@ -41,7 +41,7 @@ def state():
 
 @pytest.fixture
 def table():
-    return SamplingTable(3, upload)
+    return SamplingTable(3, 32, upload)
 
 
 def test_rows_become_tokens_in_order(state):
@@ -102,17 +102,27 @@ def test_page_updates_apply_in_order_to_their_slots_alone(state):
 
 
 def test_a_slot_that_is_opened_again_has_the_new_parameters_only(table):
-    old = SamplingParams(temperature=2.0, top_k=7, top_p=0.5, min_p=0.1, seed=9, logit_bias={3: 5.0}, min_tokens=4)
-    table.open(plan_openings(StepPlan(0, (), (SlotOpening(1, 5, old, 2, (8,)),))))
+    old = SamplingParams(
+        temperature=2.0,
+        top_k=7,
+        top_p=0.5,
+        min_p=0.1,
+        seed=9,
+        logit_bias={3: 5.0},
+        min_tokens=4,
+        repetition_penalty=2.0,
+        bad_words=[[4, 5], [6]],
+    )
+    table.open(plan_openings(StepPlan(0, (), (SlotOpening(1, 5, old, 2, (8,), array("i", (1, 2)).tobytes()),))))
     assert not table.is_greedy_slot(1)
     assert table.is_filtered_slot(1)
     table.open(plan_openings(StepPlan(1, (), (SlotOpening(1, 6, SamplingParams(temperature=0, seed=4), 2, ()),))))
     assert table.is_greedy_slot(1)
     assert not table.is_filtered_slot(1)
-    fresh = SamplingTable(3, upload)
+    fresh = SamplingTable(3, 32, upload)
     fresh.open([Opening(1, SamplingParams(temperature=0, seed=4), 2, ())])
-    for name in ("temperature", "top_k", "top_p", "min_p", "seed", "is_greedy"):
+    for name in ("temperature", "top_k", "top_p", "min_p", "seed", "is_greedy", "penalties"):
         assert torch.equal(getattr(table, name), getattr(fresh, name)), name
-    logits = torch.zeros(1, 100)
+    logits = torch.zeros(1, 32)
     table.adjust(logits, [1], [3])
     assert not logits.any()

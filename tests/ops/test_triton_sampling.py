@@ -49,7 +49,7 @@ def draw(
 ) -> tuple[list[int], list[int]]:
     """What the kernels and what the sampler draw."""
     rows, vocab = logits.shape
-    table = SamplingTable(rows, lambda numbers: torch.tensor(numbers, dtype=torch.int32, device=DEVICE))
+    table = SamplingTable(rows, vocab, lambda its: torch.tensor(its, dtype=torch.int32, device=DEVICE))
     table.open([Opening(slot, its, 0, ()) for slot, its in enumerate(params)])
     columns = SamplingColumns(table.temperature, table.top_k, table.top_p, table.min_p, table.seed, table.is_greedy)
     scratch = make_scratch(rows, vocab, DEVICE, room)

@@ -22,7 +22,7 @@ def upload(numbers: array) -> torch.Tensor:
 
 
 def draw(logits: torch.Tensor, params: list[SamplingParams], position: int = 5, blocked: tuple[int, ...] = ()):
-    table = SamplingTable(len(params), upload)
+    table = SamplingTable(len(params), VOCAB, upload)
     table.open([Opening(slot, its, 3, blocked) for slot, its in enumerate(params)])
     slots, positions = list(range(len(params))), [position] * len(params)
     logits = logits.clone()
@@ -163,7 +163,7 @@ def test_end_ids_are_blocked_until_min_tokens():
 
 
 def test_rows_need_adjusting_while_ends_are_blocked_and_always_with_a_bias():
-    table = SamplingTable(3, upload)
+    table = SamplingTable(3, VOCAB, upload)
     params = SamplingParams(min_tokens=2), SamplingParams(logit_bias={1: 1.0}), SamplingParams()
     table.open([Opening(slot, its, 3, (9,) if its.min_tokens else ()) for slot, its in enumerate(params)])
     assert [table.needs_adjusting([2, 0], [50, last]) for last in (2, 3, 4)] == [True, True, False]
@@ -173,7 +173,7 @@ def test_rows_need_adjusting_while_ends_are_blocked_and_always_with_a_bias():
 
 
 def test_a_slot_forgets_the_request_before():
-    table = SamplingTable(1, upload)
+    table = SamplingTable(1, VOCAB, upload)
     table.open([Opening(0, SamplingParams(seed=1, logit_bias={5: 100.0}, min_tokens=9), 0, (6,))])
     table.open([Opening(0, SamplingParams(temperature=0), 0, ())])
     row = torch.zeros(1, VOCAB)
@@ -183,7 +183,7 @@ def test_a_slot_forgets_the_request_before():
 
 
 def test_min_p_is_a_filter_that_needs_no_order():
-    table = SamplingTable(3, upload)
+    table = SamplingTable(3, VOCAB, upload)
     params = SamplingParams(), SamplingParams(min_p=0.1), SamplingParams(top_p=0.9)
     table.open([Opening(slot, its, 0, ()) for slot, its in enumerate(params)])
     assert [table.needs_filters([slot]) for slot in range(3)] == [False, True, True]

@@ -72,6 +72,30 @@ def test_choices_share_the_prompt_and_differ_in_seed(stage: TokenizerStage) -> N
     assert [(made.uid, made.params.seed, made.params.n) for made in jobs] == [(4, 40, 1), (5, 41, 1), (6, 42, 1)]
 
 
+def test_bad_words_become_ids_alone_and_behind_a_space(stage: TokenizerStage, byte_tokenizer: Tokenizer) -> None:
+    (made,), _ = stage.process(job(text="a", params={"bad_words": [" the", [9, 8]], "max_tokens": 1}))
+    spelled = [byte_tokenizer.encode(word, add_special_tokens=False) for word in ("the", " the")]
+    assert spelled[0] != spelled[1]
+    assert made.params.bad_words == [*spelled, [9, 8]]
+
+
+@pytest.mark.parametrize(
+    ("params", "param"),
+    [
+        ({"allowed_token_ids": [410]}, "allowed_token_ids"),
+        ({"bad_words": [[5, 410]]}, "bad_words"),
+        ({"allowed_token_ids": [5, 6], "bad_words": [[5], [6]]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [2, 5], "stop_token_ids": [5], "min_tokens": 1}, "allowed_token_ids"),
+    ],
+)
+def test_what_leaves_nothing_to_draw_is_refused(stage: TokenizerStage, params: dict[str, Any], param: str) -> None:
+    jobs, answer = stage.process(job(text="a", params=params))
+    assert not jobs
+    assert isinstance(answer, Refused)
+    assert answer.error.param == param
+    assert answer.error.status == 400
+
+
 def test_max_tokens_left_out_is_what_the_context_leaves(stage: TokenizerStage) -> None:
     (made,), _ = stage.process(job(token_ids=pack_ids([9] * 30)))
     assert made.max_tokens == 2

@@ -13,7 +13,8 @@ from torch import Tensor
 from tokenmill.attention.base import AttentionBackend, FusedAttention, GraphAttention, KVCache, RowLayout
 from tokenmill.config import ResolvedConfig
 from tokenmill.ops.api import HeadNorms, Hidden, Norm, Ops, Rotation
-from tokenmill.sampling.batch import Opening, SamplingTable, Upload
+from tokenmill.sampling.adjust import Upload
+from tokenmill.sampling.batch import Opening, SamplingTable
 from tokenmill.sampling.select import make_sampler
 from tokenmill.spec import ModelSpec
 from tokenmill.types import SamplingParams
@@ -117,7 +118,7 @@ class Operations:
         yield Case("rope + K/V store", rows, [call] * MOST_COPIES, 2 * qkv.nbytes)
 
     def _draws(self, rows: int) -> Iterator[Case]:
-        table = SamplingTable(rows, self._upload)
+        table = SamplingTable(rows, self._spec.vocab_size, self._upload)
         sampler = make_sampler(table, self._spec, rows, self._ops)
         slots = torch.arange(rows, dtype=torch.int32, device=self._device)
         last_tokens = torch.zeros(rows, dtype=torch.int64, device=self._device)

@@ -78,7 +78,7 @@ class ModelEngine:
         self._attention = attention
         self._device = device
         self._state: DeviceState = allocate(config, model.spec, model.num_kv_heads, device.torch_device)
-        self._table = SamplingTable(config.max_running + 1, device.upload)
+        self._table = SamplingTable(config.max_running + 1, model.spec.vocab_size, device.upload)
         self._sampler: Sampler = make_sampler(self._table, model.spec, stage.padded_count(config.max_running + 8), ops)
         self._order = DecodeOrder([], [], [])
         self._graphs = self._mixed = None
@@ -133,11 +133,16 @@ class ModelEngine:
         return self._draw(logits, slots, positions, sampled)[: len(sampled.slots)]
 
     def _draw(self, logits: Tensor, slots: Tensor, positions: Tensor, sampled: stage.Sampled) -> Tensor:
-        if self._table.needs_adjusting(sampled.slots, sampled.positions):
+        table = self._table
+        is_adjusted = table.needs_adjusting(sampled.slots, sampled.positions)
+        if is_adjusted:
             logits = logits.float()
-            self._table.adjust(logits, sampled.slots, sampled.positions)
-        is_filtered = self._table.needs_filters(sampled.slots)
-        return self._sampler.draw(logits, slots, positions, self._state.last_tokens, is_filtered=is_filtered)
+            table.adjust(logits, sampled.slots, sampled.positions)
+        is_filtered = table.needs_filters(sampled.slots)
+        ids = self._sampler.draw(logits, slots, positions, self._state.last_tokens, is_filtered=is_filtered)
+        if is_adjusted:
+            table.advance(ids, sampled.slots)
+        return ids
 
     def _order_rows(self, plan: StepPlan) -> DecodeOrder:
         rows = plan.rows

@@ -17,7 +17,8 @@ from tokenmill.attention.base import AttentionBackend, RowLayout
 from tokenmill.engine.kv_pool import DeviceState
 from tokenmill.layers.batch import ForwardBatch
 from tokenmill.ops.api import Ops
-from tokenmill.sampling.batch import Opening, Upload
+from tokenmill.sampling.adjust import Upload
+from tokenmill.sampling.batch import Opening
 from tokenmill.sched.plan import Row, StepPlan
 
 LAST_SAMPLED = -1  # in place of a token id: take the slot's last token

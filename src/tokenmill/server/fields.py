@@ -27,6 +27,9 @@ from tokenmill.server.schema import (
     whole,
 )
 from tokenmill.types import (
+    MAX_ALLOWED_IDS,
+    MAX_BAD_IDS,
+    MAX_BAD_WORDS,
     MAX_CHOICES,
     MAX_INT32,
     MAX_LOGIT_BIAS,
@@ -41,6 +44,7 @@ MAX_TTL = 30 * 86400
 
 TOKEN_IDS = array(whole(0, MAX_INT32), 1)
 PROMPT = either(TEXT, array(TEXT, 1, MAX_CHOICES_IN_ALL), TOKEN_IDS, array(TOKEN_IDS, 1, MAX_CHOICES_IN_ALL))
+BAD_WORD = either(text(1), array(whole(0, MAX_INT32), 1, MAX_BAD_IDS))
 ROLES = ("system", "developer", "user", "assistant")
 PART = record(["type", "text"], type=one_of("text"), text=TEXT)
 CONTENT = either(TEXT, array(PART, 1))
@@ -66,10 +70,13 @@ SAMPLING = (
         OBJECT | {"additionalProperties": number(-100, 100), "maxProperties": MAX_LOGIT_BIAS},
         "token ids as keys",
     ),
-    refused("presence_penalty frequency_penalty", "not built", 0),
-    refused("repetition_penalty length_penalty", "not built", 1),
-    refused("allowed_token_ids prompt_logprobs structured_outputs", "not built"),
-    refused("bad_words", "not built", []),
+    honoured("presence_penalty", number(-2, 2), "for ids in the output"),
+    honoured("frequency_penalty", number(-2, 2), "for each time in the output"),
+    honoured("repetition_penalty", number(0.01, 100), "for ids in the prompt or the output; 1 changes nothing"),
+    honoured("allowed_token_ids", array(whole(0, MAX_INT32), 1, MAX_ALLOWED_IDS), "only these are drawn"),
+    honoured("bad_words", array(BAD_WORD, 0, MAX_BAD_WORDS), "texts or sequences of ids that are not generated"),
+    refused("length_penalty", "no beam search", 1),
+    refused("prompt_logprobs structured_outputs", "not built"),
     refused("response_format", "not built", {"type": "text"}),
     refused("use_beam_search", "no beam search", False),
     refused("truncate_prompt_tokens", "a prompt is never cut"),

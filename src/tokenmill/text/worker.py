@@ -106,6 +106,7 @@ class TokenizerStage:
         params = job.params
         _check_ids(params.stop_token_ids, limits.vocab_size, "stop_token_ids")
         _check_ids(params.logit_bias, limits.vocab_size, "logit_bias")
+        params = self._with_bad_ids(params, limits.vocab_size)
         if len(job.uids) != params.n:
             raise InvalidRequest(f"n is {params.n}, but {len(job.uids)} choices were asked for", "n")
         max_tokens = _max_tokens(params, len(token_ids), limits.max_model_len, "messages" if job.chat else "prompt")
@@ -131,6 +132,23 @@ class TokenizerStage:
             )
             for index, uid in enumerate(job.uids)
         ]
+
+    def _with_bad_ids(self, params: SamplingParams, vocab_size: int) -> SamplingParams:
+        """The parameters with bad words as ids; raises InvalidRequest when they leave nothing to draw."""
+        bad = [ids for word in params.bad_words for ids in ([word] if not isinstance(word, str) else self._spell(word))]
+        for ids in bad:
+            _check_ids(ids, vocab_size, "bad_words")
+        if params.allowed_token_ids is not None:
+            _check_ids(params.allowed_token_ids, vocab_size, "allowed_token_ids")
+            ends = {*self._tokenizer.end_ids, *params.stop_token_ids} if params.min_tokens else set()
+            if not set(params.allowed_token_ids).difference(ends, *(ids for ids in bad if len(ids) == 1)):
+                raise InvalidRequest("bad_words or min_tokens forbid all of allowed_token_ids", "allowed_token_ids")
+        return msgspec.structs.replace(params, bad_words=bad) if bad else params
+
+    def _spell(self, word: str) -> list[list[int]]:
+        """A word's ids, also as it stands behind others, with a space before."""
+        plain, spaced = (self._tokenizer.encode(space + word.lstrip(), add_special_tokens=False) for space in ("", " "))
+        return [plain, spaced] if spaced[-len(plain) :] != plain else [plain]
 
 
 def _failure(error: Exception) -> wire.ErrorInfo:
