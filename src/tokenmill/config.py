@@ -128,6 +128,32 @@ class ServerConfig:
     """Largest request body; larger ones are refused with 413."""
     shutdown_grace: float = 3.0
     """Seconds that running requests get to end after SIGTERM."""
+    api_key: tuple[str, ...] = field(default=(), repr=False)
+    """Keys, one of which requests must then show. Others on this machine can see them: prefer --api-key-file."""
+    api_key_file: str | None = None
+    """File with one key a line; lines that begin with # are comments."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose pages may call this server from a browser, such as https://app.example.com; * is all."""
+    tls_cert: str | None = None
+    """PEM file with the certificate and its chain, to serve HTTPS."""
+    tls_key: str | None = None
+    """PEM file with the certificate's private key; default is in --tls-cert."""
+    max_header_bytes: int = 32 * 1024
+    """Largest head of a request: its line and all headers; larger ones are refused with 431."""
+    max_headers: int = 100
+    """Most headers of a request; more are refused with 431."""
+    head_timeout: float = 10.0
+    """Seconds that the head of a request may take to arrive."""
+    body_timeout: float = 30.0
+    """Seconds that the body of a request may take to arrive, and one more for each 16 KiB of it."""
+    send_timeout: float = 300.0
+    """Seconds after which a client that takes nothing of its answer is disconnected."""
+    keep_alive: float = 60.0
+    """Seconds that a connection without a request stays open."""
+    sse_keep_alive: float = 15.0
+    """Seconds without an event after which a stream gets a comment, so that proxies keep it open; 0 is never."""
+    timings: bool = False
+    """Tell in every answer where its time went, as the field `timings` of a request does."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe message that is logged."""
 

@@ -37,6 +37,7 @@ from tokenmill.wire.messages import (
     TextBatch,
     TextDelta,
     TextOptions,
+    Timings,
     ToDetokenizer,
     TokenBatch,
     Tokenized,
@@ -51,6 +52,7 @@ from tokenmill.worker.settings import SchedulerSettings
 
 END_ID = ord(".")
 MAX_MODEL_LEN = 1000
+TIMINGS = Timings(queued=1000, began=1020, first=1050, last=1550)
 OWNERS = dict.fromkeys(("page_size", "time", "pins", "free", "tree", "private", "fence", "evictable", "pinned"), 1)
 TREE: dict[str, Any] = {**OWNERS, "now": 5, "omitted": 0, "roots": [{"salt": "", "omitted": 2, "children": []}]}
 
@@ -191,9 +193,10 @@ class FakeScheduler:
             steps=self.steps,
             waiting=0,
             running=len(self.jobs),
-            free_pages=10,
+            free_pages=5,
+            available_pages=15,
             cached_pages=0,
-            num_pages=10,
+            num_pages=20,
         )
 
     def _text(self, job: GenerateJob) -> str:
@@ -239,6 +242,7 @@ class FakeDetokenizer:
             finish_reason=finish.reason if finish else None,
             stop_reason=finish.stop_token if finish else None,
             error=finish.error if finish else None,
+            timings=TIMINGS if finish else None,
         )
 
 

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -19,7 +20,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.support.server import ROOT, Server, serving
+from tests.support.server import ROOT, Server, serving, settled
 from tokenmill.errors import ConfigError
 from tokenmill.server.launch import bind, private_directory
 
@@ -38,6 +39,16 @@ def model(tmp_path: Path) -> Path:
 def server(model: Path) -> Iterator[Server]:
     with serving(model, "--tokenizers", "2", "--shutdown-grace", "0.2", program=FAKES) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    folder = tmp_path_factory.mktemp("tls")
+    cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*command, "-keyout", key, "-out", cert], check=True, capture_output=True)
+    return cert, key
 
 
 def data_of(lines: Iterator[str]) -> Iterator[Any]:
@@ -76,6 +87,63 @@ def test_shutdown_lets_running_requests_finish(model: Path) -> None:
         assert text == "abc" * 100
         assert server.end() == 0
         assert len(server.log.splitlines()) == 1
+
+
+def test_https_with_keys_that_are_never_logged(model: Path, certificate: tuple[str, str], tmp_path: Path) -> None:
+    cert, key = certificate
+    keys = tmp_path / "keys"
+    keys.write_text("secret-of-mine\n")
+    flags = ("--tls-cert", cert, "--tls-key", key, "--api-key-file", str(keys), "--log-level", "debug")
+    with serving(model, *flags, program=FAKES) as server:
+        assert server.base.startswith("https://")
+        context = ssl.create_default_context(cafile=cert)
+        with httpx.Client(base_url=server.base, verify=context) as client:
+            assert client.get("/health").json()["status"] == "ok"
+            assert client.get("/v1/models").status_code == 401
+            client.headers["authorization"] = "Bearer secret-of-mine"
+            answer = client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 4})
+            assert answer.json()["choices"][0]["text"] == "abca"
+        assert server.end(signal.SIGTERM) == 0
+        assert "secret" not in server.log
+
+
+def test_ready_says_no_while_requests_end(model: Path) -> None:
+    with serving(model, "--shutdown-grace", "60", program=FAKES) as server:
+        with server.stream("/v1/completions", prompt="STUCK", request_id="mine") as response:
+            events = data_of(response.iter_lines())
+            next(events)
+            assert server.get("/ready").status_code == 200
+            server.process.send_signal(signal.SIGTERM)
+            ending = settled(lambda: server.get("/ready"), lambda answer: answer.status_code != 200)
+            assert (ending.status_code, ending.headers["retry-after"]) == (503, "1")
+            assert server.post("/v1/completions", prompt="x").status_code == 503
+            assert server.post("/v1/requests/mine/cancel").json()["cancelled"] == 1
+            assert [event["choices"][0]["finish_reason"] for event in events] == ["abort"]
+        assert server.end() == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--tls-key", "CERT"), "--tls-key needs --tls-cert"),
+        (("--tls-cert", "/no/such.pem"), "--tls-cert /no/such.pem cannot be read: No such file or directory"),
+        (("--tls-cert", "CERT", "--tls-key", "/no/such.pem"), "--tls-key /no/such.pem cannot be read"),
+        (("--tls-cert", "CERT"), "cannot be used"),
+        (("--tls-cert", "MODEL", "--tls-key", "KEY"), "cannot be used"),
+        (("--api-key-file", "/no/such"), "--api-key-file /no/such cannot be read: No such file or directory"),
+        (("--api-key", "a b"), "--api-key number 1 is not usable as a key"),
+        (("--head-timeout", "0"), "--head-timeout must be from 0.001"),
+    ],
+)
+def test_flags_that_cannot_work_are_one_line_at_the_start(
+    model: Path, certificate: tuple[str, str], flags: tuple[str, ...], words: str
+) -> None:
+    files = {"CERT": certificate[0], "KEY": certificate[1], "MODEL": str(model)}
+    command = [sys.executable, "-m", "tests.server.serve_fakes", "/no/such/model.gguf", "--port", "0"]
+    command += [files.get(flag, flag) for flag in flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert words in done.stderr
 
 
 def test_a_port_in_use_is_told_before_anything_is_loaded(model: Path) -> None:

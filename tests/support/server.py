@@ -48,7 +48,7 @@ class Server:
             )
         assert self.process.stdout is not None
         self.line = self.process.stdout.readline()
-        found = re.search(r"http://[^\s;]+", self.line)
+        found = re.search(r"https?://[^\s;]+", self.line)
         self.base = found[0] if found else ""
         self.pid = self.process.pid
         parent = psutil.Process(self.pid)

@@ -13,8 +13,9 @@ from tokenmill.errors import TokenmillError
 from tokenmill.server.client import EngineClient, Generation
 from tokenmill.server.errors import ClientLeft, error_object, json_response
 from tokenmill.server.protocol import GenerationRequest
+from tokenmill.server.settings import AppSettings
 from tokenmill.server.shapes import Shape, usage_json
-from tokenmill.server.sse import DONE, encode_event, send_events, start_stream
+from tokenmill.server.sse import COMMENT, DONE, Heartbeat, encode_event, send_events, start_stream
 from tokenmill.wire.messages import TextDelta
 
 
@@ -25,14 +26,24 @@ class Answer(Response):
     """
 
     def __init__(
-        self, client: EngineClient, call: GenerationRequest, shape: Shape, model: str, request_id: str, size: int
+        self,
+        client: EngineClient,
+        call: GenerationRequest,
+        shape: Shape,
+        settings: AppSettings,
+        request_id: str,
+        holder: str,
+        size: int,
     ) -> None:
         super().__init__()
         self._client = client
         self._call = call
         self._shape = shape
         self._id = f"{shape.prefix}-{request_id}"
-        self._model = model
+        self._model = settings.model
+        self._keep_alive = settings.sse_keep_alive
+        self._has_timings = settings.timings or call.timings
+        self._name = request_name(holder, request_id)
         self._size = size
         self._created = int(time.time())
         self._extra_headers = {"x-request-id": request_id}
@@ -41,6 +52,7 @@ class Answer(Response):
         """Run the request; the body must have been received."""
         call = self._call
         options: dict[str, Any] = {"echo": call.echo, "scheduling": call.scheduling, "size": self._size}
+        options["name"] = self._name
         with self._client.open(call.prompts, call.params, **options) as generation:
             watcher = asyncio.create_task(_watch(receive, generation))
             try:
@@ -61,17 +73,22 @@ class Answer(Response):
                 texts[index].append(delta.text)
                 last[index] = delta
         choices = [self._shape.choice(index, "".join(parts), last[index]) for index, parts in enumerate(texts)]
-        return self._envelope(self._shape.object, choices) | {"usage": usage_json(generation.usage)}
+        body = self._envelope(self._shape.object, choices) | {"usage": usage_json(generation.usage)}
+        return body | {"timings": generation.timings} if self._has_timings else body
 
     async def _stream(self, generation: Generation, send: Send) -> None:
         await start_stream(send, self._extra_headers)
         last = b""
+        beat = Heartbeat(self._keep_alive, generation.nudge)
         try:
             opening = [self._event(choice) for i in range(generation.num_choices) for choice in self._shape.opening(i)]
             await send_events(send, b"".join(opening))
             async for batch in generation.deltas():
-                events = [self._event(choice) for i, delta in batch for choice in self._shape.chunks(i, delta)]
-                await send_events(send, b"".join(events))
+                more = {"timings": generation.timings} if self._has_timings and generation.has_ended else {}
+                chunks = [choice for index, delta in batch for choice in self._shape.chunks(index, delta)]
+                events = [self._event(choice, more if choice is chunks[-1] else {}) for choice in chunks]
+                await send_events(send, b"".join(events) or COMMENT)
+                beat.rest()
             if self._call.include_usage:
                 usage = {"usage": usage_json(generation.usage)}
                 last = encode_event(self._envelope(self._shape.chunk_object, []) | usage)
@@ -80,14 +97,21 @@ class Answer(Response):
             return
         except TokenmillError as error:
             last = encode_event(error_object(error))
+        finally:
+            beat.stop()
         await send_events(send, last, more=False)
 
-    def _event(self, choice: dict[str, Any]) -> bytes:
-        chunk = self._envelope(self._shape.chunk_object, [choice])
+    def _event(self, choice: dict[str, Any], more: dict[str, Any] = {}) -> bytes:  # noqa: B006  (only read)
+        chunk = self._envelope(self._shape.chunk_object, [choice]) | more
         return encode_event(chunk | {"usage": None} if self._call.include_usage else chunk)
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
+
+
+def request_name(holder: str, request_id: str) -> str:
+    """What `EngineClient.cancel` knows a request by, from its id or its answer's: nobody can end another key's."""
+    return f"{holder}/{request_id.removeprefix('chatcmpl-').removeprefix('cmpl-')}"
 
 
 async def _watch(receive: Receive, generation: Generation) -> None:

@@ -76,15 +76,18 @@ class Generation:
     Deltas that wait for a slow reader are merged, so the buffer is never larger than the text itself.
     """
 
-    def __init__(self, num_prompts: int, n: int) -> None:
+    def __init__(self, num_prompts: int, n: int, name: str = "") -> None:
+        self.name = name
         self.num_choices = num_prompts * n
         self._n = n
         self._wake = asyncio.Event()
         self._pending: dict[int, wire.TextDelta] = {}
         self._error: TokenmillError | None = None
+        self._is_nudged = False
         self._not_accepted = set(range(self.num_choices))
         self._not_finished = set(range(self.num_choices))
         self._not_tokenized = num_prompts
+        self._times: list[wire.Timings] = []
         self._prompt_tokens = 0
         self._cached = [0] * self.num_choices
         self._completion = [0] * self.num_choices
@@ -93,6 +96,24 @@ class Generation:
     def usage(self) -> Usage:
         """Counts so far: each prompt once, the tokens of all choices; cached tokens are those of each first choice."""
         return Usage(self._prompt_tokens, sum(self._completion), sum(self._cached[:: self._n]))
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether every choice has ended."""
+        return not (self._not_finished or self._not_tokenized)
+
+    @property
+    def timings(self) -> dict[str, float | None]:
+        """Seconds until the first choice began, from there to its first token, and until the last one ended."""
+        times = self._times
+        if not times:
+            return {"queue": None, "prefill": None, "decode": None, "tokens_per_second": None}
+        queued, began, first = (min(getattr(its, name) for its in times) for name in ("queued", "began", "first"))
+        decode = max(its.last for its in times) - first
+        later = sum(self._completion) - len(times)
+        speed = round(1000 * later / decode, 2) if decode > 0 else None
+        seconds = {"queue": began - queued, "prefill": first - began, "decode": decode}
+        return {name: value / 1000 for name, value in seconds.items()} | {"tokens_per_second": speed}
 
     async def accepted(self) -> None:
         """Wait until every choice is in the scheduler's queue, or further; raises the TokenmillError that ended one."""
@@ -112,10 +133,25 @@ class Generation:
                 yield list(pending.items())
             elif self._error is not None:
                 raise self._error
-            elif not self._not_finished and not self._not_tokenized:
+            elif self.has_ended:
                 return
+            elif self._is_nudged:
+                self._is_nudged = False
+                yield []
             else:
                 await self._wait()
+
+    def nudge(self) -> None:
+        """Have `deltas` give an empty list, if there is nothing else."""
+        self._is_nudged = True
+        self._wake.set()
+
+    def cancel(self) -> None:
+        """End every choice that has not ended, as it is."""
+        self._not_tokenized = 0
+        for index in sorted(self._not_finished):
+            ends = wire.TextDelta(uid=0, completion_tokens=self._completion[index], finish_reason=FinishReason.ABORT)
+            self.add(index, ends)
 
     def fail(self, error: TokenmillError) -> None:
         """End with this error; the first one stays."""
@@ -125,7 +161,7 @@ class Generation:
 
     def tokenized(self, prompt_tokens: int) -> None:
         """One prompt is tokenized."""
-        self._not_tokenized -= 1
+        self._not_tokenized = max(0, self._not_tokenized - 1)  # a cancelled request waits for none
         self._prompt_tokens += prompt_tokens
         self._wake.set()
 
@@ -136,6 +172,8 @@ class Generation:
         self._completion[index] = max(self._completion[index], delta.completion_tokens)
         if delta.finish_reason is not None:
             self._not_finished.discard(index)
+        if delta.timings is not None:
+            self._times.append(delta.timings)
         if delta.error is not None or delta.finish_reason is FinishReason.ERROR:
             self.fail(EngineError(delta.error or wire.ErrorInfo("the request failed; the server's log may tell why")))
         elif delta.finish_reason is FinishReason.DEADLINE and not any(self._completion):
@@ -183,6 +221,7 @@ class EngineClient:
         self._uids = itertools.count(1)
         self._serials = itertools.count(1)
         self._failure: TokenmillError | None = None
+        self._is_draining = False
         self.idle = asyncio.Event()
         self.idle.set()
 
@@ -198,18 +237,20 @@ class EngineClient:
         params: SamplingParams,
         *,
         echo: bool,
+        name: str = "",
         scheduling: Scheduling = Scheduling(),  # noqa: B008  (immutable)
         size: int = 0,
     ) -> Iterator[Generation]:
         """Start a request of `size` bytes; on leaving, what has not ended is aborted and all bookkeeping freed.
 
+        `name` is for `cancel`, several requests may have the same.
+
         Raises Overloaded when too much waits for the tokenizers, InvalidRequest when there will never be room for all
         choices, and TokenmillError when the server is ending.
         """
-        if self._failure is not None:
-            raise self._failure
+        self.check_ready()
         self._check_room(len(prompts) * params.n, size)
-        generation = Generation(len(prompts), params.n)
+        generation = Generation(len(prompts), params.n, name)
         self._generations[generation] = []
         self.idle.clear()
         try:
@@ -225,6 +266,25 @@ class EngineClient:
             yield generation
         finally:
             self._close(generation)
+
+    def check_ready(self) -> None:
+        """Raises the TokenmillError with which new requests are refused, if they are."""
+        if self._failure is not None:
+            raise self._failure
+        if self._is_draining:
+            raise Overloaded("the server is shutting down")
+
+    def drain(self) -> None:
+        """Refuse new requests; those that are open go on."""
+        self._is_draining = True
+
+    def cancel(self, name: str) -> int:
+        """End the requests of this name with FinishReason.ABORT; returns how many there were."""
+        found = [generation for generation in self._generations if generation.name == name and not generation.has_ended]
+        for generation in found:
+            self._abort(self._generations[generation])
+            generation.cancel()
+        return len(found)
 
     def deliver(self, message: wire.ToServer) -> None:
         """Sort in one message; what belongs to closed requests is dropped."""
@@ -339,18 +399,21 @@ class EngineClient:
         route.generation.add(route.index, delta)
 
     def _close(self, generation: Generation) -> None:
+        self._abort(self._generations.pop(generation))
+        if not self._generations:
+            self.idle.set()
+
+    def _abort(self, uids: Sequence[int]) -> None:
         # An Abort must not overtake its job: until the scheduler is known to have the job, it follows the same pipes.
         direct: list[int] = []
         behind: dict[int, list[int]] = {}
-        for uid in self._generations.pop(generation):
+        for uid in uids:
             if route := self._routes.pop(uid, None):
                 (direct if route.has_arrived else behind.setdefault(route.worker, [])).append(uid)
         if direct:
             self._scheduler.send(wire.Abort(direct))
-        for worker, uids in behind.items():
-            self._tokenizers[worker].send(wire.Abort(uids))
-        if not self._generations:
-            self.idle.set()
+        for worker, waiting in behind.items():
+            self._tokenizers[worker].send(wire.Abort(waiting))
 
 
 def _fields(prompt: Prompt) -> dict[str, Any]:

@@ -53,14 +53,16 @@ class RouteError(TokenmillError):
 
 def error_object(error: TokenmillError) -> dict[str, Any]:
     """OpenAI's error object."""
-    message = error.message[:MAX_MESSAGE]
-    return {"error": {"message": message, "type": error.kind, "param": error.param, "code": error.status}}
+    code = getattr(error, "code", error.status)
+    return {"error": {"message": error.message[:MAX_MESSAGE], "type": error.kind, "param": error.param, "code": code}}
 
 
 def error_response(error: TokenmillError, headers: Mapping[str, str] | None = None) -> Response:
     """The HTTP answer to an error; Retry-After where trying again can help."""
     if error.status in RETRY_STATUS:
         headers = {"Retry-After": str(getattr(error, "retry_after", 1))}
+    elif error.status == HTTPStatus.UNAUTHORIZED:
+        headers = {"WWW-Authenticate": "Bearer"}
     elif error.status == HTTPStatus.GATEWAY_TIMEOUT:
         headers = {"x-should-retry": "false"}  # OpenAI's clients would begin anew what was to be over by now
     return json_response(error_object(error), error.status, headers)

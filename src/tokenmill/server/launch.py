@@ -9,6 +9,7 @@ import importlib
 import os
 import signal
 import socket
+import ssl
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from tokenmill.errors import ConfigError
 from tokenmill.hub import resolve_model
 from tokenmill.procs import ProcessPlan, Supervisor
 from tokenmill.sched.policy_file import load_policy
+from tokenmill.server.keys import read_keys
 from tokenmill.text.settings import TextSettings
 from tokenmill.worker.settings import SchedulerSettings
 
@@ -60,6 +62,13 @@ def serve(run: RunConfig, server: ServerConfig, planner: Planner = plan_processe
     check_range("--max-body-bytes", server.max_body_bytes, 1, 2**40)
     check_range("--start-timeout", server.start_timeout, 0.1, 10**6)
     check_range("--shutdown-grace", server.shutdown_grace, 0, 10**6)
+    check_range("--max-header-bytes", server.max_header_bytes, 256, 2**24)
+    check_range("--max-headers", server.max_headers, 1, 10**6)
+    for flag in ("head_timeout", "body_timeout", "send_timeout", "keep_alive"):
+        check_range(f"--{flag.replace('_', '-')}", getattr(server, flag), 0.001, 10**6)
+    check_range("--sse-keep-alive", server.sse_keep_alive, 0, 10**6)
+    keys = read_keys(server.api_key, server.api_key_file)
+    check_tls(server.tls_cert, server.tls_key)
     log.configure("server", server.log_level)
     load_policy(run.scheduler.policy)  # the scheduler does it too, seconds later
     with bind(server.host, server.port) as listener, _terminate_as_interrupt(), private_directory() as directory:
@@ -70,7 +79,9 @@ def serve(run: RunConfig, server: ServerConfig, planner: Planner = plan_processe
             ready = supervisor.start(planner(run, server, model, directory), meanwhile=app)
             from tokenmill.server.running import Running
 
-            running = Running(server, server.served_model_name or run.model.model, listener, directory, ready, began)
+            running = Running(
+                server, keys, server.served_model_name or run.model.model, listener, directory, ready, began
+            )
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 return runner.run(running.run(supervisor))
         finally:
@@ -93,6 +104,28 @@ def bind(host: str, port: int) -> socket.socket:
                 f"port {port} on {host} is in use: stop the other server, or choose another one with --port"
             ) from None
         raise ConfigError(f"cannot listen on {host} port {port}: {os.strerror(error.errno or 0)}") from None
+
+
+def check_tls(cert: str | None, key: str | None) -> None:
+    """Raises ConfigError unless HTTPS can be served with these files, or there are none."""
+    if cert is None:
+        if key is not None:
+            raise ConfigError("--tls-key needs --tls-cert: give both, or neither to serve plain HTTP")
+        return
+    for flag, path in (("--tls-cert", cert), ("--tls-key", key)):
+        try:
+            if path is not None:
+                Path(path).read_bytes()
+        except OSError as error:
+            raise ConfigError(f"{flag} {path} cannot be read: {error.strerror}") from None
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password="")
+    except (ssl.SSLError, ValueError) as error:
+        reason = getattr(error, "reason", None) or "the key is encrypted, or no key"
+        raise ConfigError(
+            f"--tls-cert {cert} and --tls-key {key or cert} cannot be used ({reason}): "
+            "give a certificate chain and its own key, both in PEM and without a password"
+        ) from None
 
 
 @contextlib.contextmanager

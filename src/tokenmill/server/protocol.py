@@ -40,6 +40,7 @@ class GenerationRequest:
     echo: bool
     request_id: str | None
     scheduling: Scheduling
+    timings: bool
 
 
 def decode_body(body: bytes) -> dict[str, Any]:
@@ -158,8 +159,9 @@ def _finish(
         tenant=fields.take("user") or "",
         salt=fields.take("cache_salt") or "",
     )
+    timings = fields.flag("timings")
     fields.refuse_rest()
-    return GenerationRequest(model, prompts, params, stream, include_usage, echo, request_id, scheduling)
+    return GenerationRequest(model, prompts, params, stream, include_usage, echo, request_id, scheduling, timings)
 
 
 def check_request_id(request_id: str, name: str) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
-import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -14,31 +12,17 @@ from starlette.responses import Response
 
 from tokenmill.clock import milliseconds
 from tokenmill.errors import ModelNotFound, UnsupportedField
-from tokenmill.server.answer import Answer
+from tokenmill.server.answer import Answer, request_name
 from tokenmill.server.cache_routes import add_cache_routes
 from tokenmill.server.client import EngineClient
-from tokenmill.server.errors import BodyTooLarge, ClientLeft, WrongContentType, json_response
-from tokenmill.server.protocol import GenerationRequest, check_request_id, decode_body, parse_chat, parse_completion
+from tokenmill.server.errors import BodyTooLarge, ClientLeft, RouteError, WrongContentType, json_response
+from tokenmill.server.metrics import render
+from tokenmill.server.protocol import GenerationRequest, decode_body, parse_chat, parse_completion
 from tokenmill.server.schemas import CHAT_BODY, COMPLETION_BODY
+from tokenmill.server.settings import AppSettings
 from tokenmill.server.shapes import ChatShape, CompletionShape, Shape
+from tokenmill.types import MAX_NAME
 from tokenmill.version import __version__
-
-
-@dataclass(frozen=True)
-class AppSettings:
-    """What the routes need to know.
-
-    `has_priorities`: requests may have one. `sampling_defaults` are the model's own. The scheduler must answer within
-    `answer_timeout` seconds.
-    """
-
-    model: str
-    max_model_len: int
-    max_body_bytes: int
-    has_priorities: bool
-    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
-    answer_timeout: float = 5.0
-    created: int = field(default_factory=lambda: int(time.time()))
 
 
 def make_router(client: EngineClient, settings: AppSettings) -> APIRouter:
@@ -74,6 +58,26 @@ def make_router(client: EngineClient, settings: AppSettings) -> APIRouter:
         pulse = await client.probe(settings.answer_timeout)
         return json_response({"status": "ok"} | msgspec.structs.asdict(pulse))
 
+    @router.get("/ready", summary="200 while new requests are taken, 503 when the server is ending")
+    async def ready() -> Response:
+        client.check_ready()
+        return json_response({"status": "ready"})
+
+    @router.get("/metrics", summary="The scheduler's state, for Prometheus")
+    async def metrics(request: Request) -> Response:
+        pulse = await client.probe(settings.answer_timeout)
+        body, content_type = render(pulse, settings.model, request.headers.get("accept", ""))
+        return Response(body, headers={"Content-Type": content_type})
+
+    @router.post(
+        "/v1/requests/{request_id:path}/cancel", summary="End a request by its X-Request-Id, or its answer's id"
+    )
+    async def cancel(request: Request, request_id: str) -> Response:
+        number = client.cancel(request_name(request.state.holder, request_id))
+        if not number:
+            raise RouteError(f"no request {request_id[:MAX_NAME]!r} is running or waiting", 404)
+        return json_response({"id": request_id, "object": "request.cancelled", "cancelled": number})
+
     @router.get("/version", summary="tokenmill's version")
     async def version() -> Response:
         return json_response({"version": __version__})
@@ -92,7 +96,13 @@ def make_router(client: EngineClient, settings: AppSettings) -> APIRouter:
         if call.scheduling.priority and not settings.has_priorities:
             advice = "start the server with --policy priority or --eviction priority, or leave it out"
             raise UnsupportedField(f"priority means nothing to this server's policies: {advice}", "priority")
-        return Answer(client, call, shape, settings.model, request_id_of(request, call), len(raw))
+        state = request.state
+        if state.holder:
+            # A key's users are tenants of their own, but never those of another key's users.
+            tenant = f"{state.holder}/{call.scheduling.tenant}"[:MAX_NAME]
+            scheduling = msgspec.structs.replace(call.scheduling, tenant=tenant)
+            call = dataclasses.replace(call, scheduling=scheduling)
+        return Answer(client, call, shape, settings, call.request_id or state.request_id, state.holder, len(raw))
 
     def _check_model(name: str) -> None:
         if name != settings.model:
@@ -125,12 +135,3 @@ async def read_body(request: Request, limit: int) -> bytes:
         elif not more or size > 4 * limit:
             raise BodyTooLarge(f"the body is over {limit} bytes: send less, or raise --max-body-bytes")
     return b"".join(parts)
-
-
-def request_id_of(request: Request, call: GenerationRequest) -> str:
-    """The body's request_id, else the X-Request-Id header, else a new one."""
-    if call.request_id is not None:
-        return call.request_id
-    given = request.headers.get("x-request-id", uuid.uuid4().hex)
-    check_request_id(given, "X-Request-Id")
-    return given

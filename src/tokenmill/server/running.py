@@ -11,9 +11,10 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 import zmq
@@ -23,13 +24,15 @@ from tokenmill.errors import Overloaded, TokenmillError, WorkerDied
 from tokenmill.procs import Ready, Supervisor
 from tokenmill.server.app import create_app
 from tokenmill.server.client import EngineClient, Inbox
-from tokenmill.server.routes import AppSettings
+from tokenmill.server.connections import ConnectionLimits, LimitedConnection
+from tokenmill.server.edges import EdgeSettings
+from tokenmill.server.keys import Keys
+from tokenmill.server.settings import AppSettings
 from tokenmill.version import __version__
 from tokenmill.wire.channel import PushChannel, address
 from tokenmill.wire.messages import Limits
 
 FAREWELL = 2.0  # seconds for last events to reach the clients
-KEEP_ALIVE = 60
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +58,7 @@ class Running:
     """Answers requests until a signal or until a process dies."""
 
     server: ServerConfig
+    keys: Keys
     name: str
     listener: socket.socket
     directory: Path
@@ -86,7 +90,7 @@ class Running:
         tasks = {death, pump, serving, stopping, insisting}
         try:
             await asyncio.wait(tasks - {insisting}, return_when=asyncio.FIRST_COMPLETED)
-            http.should_exit = True
+            client.drain()
             farewell: TokenmillError = Overloaded("the server is shutting down")
             if stopping.done() and not death.done():
                 if not client.idle.is_set():
@@ -103,6 +107,7 @@ class Running:
                 logger.error("%s; the server ends", died.message)
                 farewell = died
             client.fail(farewell)
+            http.should_exit = True
             http.force_exit = insisting.done()
             await asyncio.wait({serving}, timeout=FAREWELL)
             return 1 if died else 0
@@ -119,15 +124,22 @@ class Running:
             has_priorities=info["has_priorities"],
             max_body_bytes=self.server.max_body_bytes,
             sampling_defaults=self.ready["tokenizer-0"].info.get("sampling_defaults", {}),
+            sse_keep_alive=self.server.sse_keep_alive,
+            timings=self.server.timings,
         )
+        limits = ConnectionLimits(*(getattr(self.server, limit.name) for limit in fields(ConnectionLimits)))
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # what clients send wrongly is not our news
         return uvicorn.Config(
-            create_app(client, settings),
+            create_app(client, settings, EdgeSettings(self.keys, self.server.cors_origins)),
+            http=cast(Any, partial(LimitedConnection, limits)),
+            ssl_certfile=self.server.tls_cert,
+            ssl_keyfile=self.server.tls_key,
             log_config=None,
             access_log=False,
             lifespan="off",
             ws="none",
             server_header=False,
-            timeout_keep_alive=KEEP_ALIVE,
+            timeout_keep_alive=cast(Any, self.server.keep_alive),  # a float does as well
         )
 
     def _signals(self) -> tuple[asyncio.Event, asyncio.Event]:
@@ -144,7 +156,8 @@ class Running:
 
     def _say_ready(self) -> None:
         host, port = self.listener.getsockname()[:2]
-        where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme = "http" if self.server.tls_cert is None else "https"
+        where = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
         seconds = time.monotonic() - self.began
         try:
             print(f"tokenmill {__version__}: {self.name} ready at {where} in {seconds:.1f} s; Ctrl-C stops", flush=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -10,6 +11,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import Send
 
 DONE = b"data: [DONE]\n\n"
+COMMENT = b": keep-alive\n\n"
 # Raw in JSON, but line ends to clients that split events as Unicode text.
 LINE_ENDS = tuple((mark.encode(), f"\\u{ord(mark):04x}".encode()) for mark in "\x85\u2028\u2029")
 
@@ -20,6 +22,33 @@ def encode_event(content: Any) -> bytes:
     for raw, escaped in LINE_ENDS:
         data = data.replace(raw, escaped)
     return b"data: " + data + b"\n\n"
+
+
+class Heartbeat:
+    """Calls `beat` when there was no `rest` for `period` seconds, and again after each such time; never if it is 0."""
+
+    def __init__(self, period: float, beat: Callable[[], None]) -> None:
+        self._period = period
+        self._beat = beat
+        self._loop = asyncio.get_running_loop()
+        self._rested = self._loop.time()
+        self._timer = self._loop.call_later(period, self._look) if period else None
+
+    def rest(self) -> None:
+        """Something was sent."""
+        self._rested = self._loop.time()
+
+    def stop(self) -> None:
+        """No more beats."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        left = self._rested + self._period - self._loop.time()
+        if left <= 0:
+            self._beat()
+            left = self._period
+        self._timer = self._loop.call_later(left, self._look)
 
 
 async def start_stream(send: Send, headers: Mapping[str, str]) -> None:

@@ -193,6 +193,23 @@ class _OpenRequest:
 
     stream: TextStream
     cached_tokens: int | None = None
+    queued: int = 0
+    began: int = 0
+    first: int = 0
+    last: int = 0
+
+    def note(self, now: int, began: int, *, accepted: bool, has_tokens: bool) -> None:
+        """News of it came at `now`, in milliseconds; `began` is not 0 if it has begun, or again."""
+        if accepted:
+            self.queued = now
+        self.began = self.began or began
+        if has_tokens:
+            self.first = self.first or now
+            self.last = now
+
+    def timings(self, now: int) -> wire.Timings:
+        """When what happened; `now` for what did not."""
+        return wire.Timings(*(time or now for time in (self.queued, self.began, self.first, self.last)))
 
 
 class DetokenizerStage:
@@ -212,14 +229,17 @@ class DetokenizerStage:
         if isinstance(message, wire.OpenText):
             return self._open_text(message)
         finishes = {finish.uid: finish for finish in message.finished}
-        cached = dict(message.admitted)
+        cached, began = dict(message.admitted), dict(message.began)
         accepted = frozenset(message.accepted)
         rows = _rows(message)
         deltas, aborts = [], []
         for uid in dict.fromkeys([*message.accepted, *cached, *rows, *finishes]):
             finish = finishes.get(uid)
+            token_ids = rows.get(uid, [])
+            if request := self._open.get(uid):
+                request.note(message.now, began.get(uid, 0), accepted=uid in accepted, has_tokens=bool(token_ids))
             try:
-                delta = self._delta(uid, rows.get(uid, []), cached.get(uid), finish, uid in accepted)
+                delta = self._delta(uid, token_ids, cached.get(uid), finish, uid in accepted, message.now)
             except Exception:
                 delta = self._failed(uid)
             if delta is None:
@@ -244,7 +264,13 @@ class DetokenizerStage:
         return wire.TextDelta(uid=uid, finish_reason=FinishReason.ERROR, error=error)
 
     def _delta(
-        self, uid: int, token_ids: list[int], cached: int | None, finish: wire.Finish | None, accepted: bool
+        self,
+        uid: int,
+        token_ids: list[int],
+        cached: int | None,
+        finish: wire.Finish | None,
+        accepted: bool,
+        now: int,
     ) -> wire.TextDelta | None:
         request = self._open.get(uid)
         if request is None:
@@ -268,6 +294,7 @@ class DetokenizerStage:
             finish_reason=reason,
             stop_reason=stop if stop is not None else finish.stop_token if finish else None,
             error=finish.error if finish and stop is None else None,
+            timings=None if reason is None else request.timings(now),
         )
 
 

@@ -155,6 +155,7 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     free_pages: int
     cached_pages: int
     num_pages: int
+    available_pages: int = 0  # free, or cached and in no request's use
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
@@ -216,11 +217,24 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
     error: ErrorInfo | None = None
 
 
+class Timings(msgspec.Struct, frozen=True, array_like=True):
+    """When a request entered the queue, when its first step was planned, and when its first and last token came.
+
+    In milliseconds of `clock.milliseconds`, by the scheduler process; what never was is when the request ended.
+    """
+
+    queued: int
+    began: int
+    first: int
+    last: int
+
+
 class TokenBatch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The outcome of a step, as columns.
 
     Row i is request `uids[i]` with `counts[i]` new ids, one after another in `token_ids`. `accepted` are requests
-    that entered the queue. `admitted` are (uid, cached tokens), sent with or before the request's first token.
+    that entered the queue. `admitted` are (uid, cached tokens), sent with or before the request's first token, as
+    `began` is: (uid, when its first step was planned). `now` is when this was sent.
     `finished` applies after the rows. A finishing stop token is in the rows; `Finish.is_stop_token` says so.
     """
 
@@ -229,6 +243,8 @@ class TokenBatch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     token_ids: bytes = b""
     accepted: list[int] = []
     admitted: list[tuple[int, int]] = []
+    began: list[tuple[int, int]] = []
+    now: int = 0
     finished: list[Finish] = []
 
 
@@ -236,7 +252,7 @@ class TextDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What is new of one request: text, token count so far, and the end if it ended.
 
     `completion_tokens` is the total up to the end of `text`. `stop_reason` is the stop string or id that matched.
-    `token_ids` are the ids of this delta (int32 bytes), without those after a stop string.
+    `token_ids` are the ids of this delta (int32 bytes), without those after a stop string. `timings` come with the end.
     """
 
     uid: int
@@ -248,6 +264,7 @@ class TextDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: ErrorInfo | None = None
+    timings: Timings | None = None
 
 
 class TextBatch(msgspec.Struct, frozen=True, tag=True):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
+from tokenmill.clock import milliseconds
 from tokenmill.config import ResolvedConfig
 from tokenmill.errors import DeadlinePassed, RanksDisagree, TokenmillError
 from tokenmill.sched.pace import Pace
@@ -68,6 +69,7 @@ class Core:
         self._pace = pace
         self._twin = twin
         self._now = 0
+        self._began: list[tuple[int, int]] = []  # not told yet
 
     def intake(self, prepare: Callable[[], bool]) -> bool:
         """Take in all messages. False: the loop must end.
@@ -84,7 +86,10 @@ class Core:
         """
         plan = self.scheduler.plan(self._now)
         if ended := self.scheduler.take_ended():
-            self._detokenizer.send(wire.TokenBatch(finished=_finishes(ended)))
+            self._detokenizer.send(wire.TokenBatch(finished=_finishes(ended), now=self._now))
+        if plan is not None and plan.openings:
+            now = milliseconds()
+            self._began += [(opening.uid, now) for opening in plan.openings]
         if self._pace is not None:
             self._pace.planned(plan.num_tokens if plan else 0, self._now, is_busy=self.scheduler.num_waiting > 0)
         if self._twin is not None:
@@ -97,7 +102,8 @@ class Core:
         if self.scheduler.config.debug_checks:
             self.scheduler.check()
         if outcome.tokens or outcome.admitted or outcome.finished:
-            self._detokenizer.send(_columns(outcome))
+            began, self._began = self._began, []
+            self._detokenizer.send(_columns(outcome, began))
         if self._twin is not None:
             self._twin.deliver(plan, result)
 
@@ -127,7 +133,7 @@ class Core:
                 case wire.Stop():
                     return False
         if accepted or finished:
-            self._detokenizer.send(wire.TokenBatch(accepted=accepted, finished=finished))
+            self._detokenizer.send(wire.TokenBatch(accepted=accepted, finished=finished, now=self._now))
         return True
 
     def _add(self, job: wire.GenerateJob) -> wire.Finish | None:
@@ -159,16 +165,19 @@ class Core:
             free_pages=cache.num_free,
             cached_pages=cache.num_cached,
             num_pages=cache.num_pages,
+            available_pages=cache.num_available,
             **dataclasses.asdict(scheduler.counters),
         )
 
 
-def _columns(outcome: Outcome) -> wire.TokenBatch:
+def _columns(outcome: Outcome, began: list[tuple[int, int]]) -> wire.TokenBatch:
     return wire.TokenBatch(
         uids=[uid for uid, _ in outcome.tokens],
         counts=[1] * len(outcome.tokens),
         token_ids=wire.pack_ids(token for _, token in outcome.tokens),
         admitted=outcome.admitted,
+        began=began,
+        now=milliseconds(),
         finished=_finishes(outcome.finished),
     )
 

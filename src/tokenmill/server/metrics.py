@@ -1,0 +1,56 @@
+"""The scheduler's state in Prometheus' words; the names are those of vLLM, behind a prefix of our own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+
+from tokenmill.wire.messages import Pulse
+
+PREFIX = "tokenmill:"
+Row = tuple[type[CounterMetricFamily] | type[GaugeMetricFamily], str, str, Callable[[Pulse], float]]
+ROWS: tuple[Row, ...] = (
+    (GaugeMetricFamily, "num_requests_running", "Requests that hold pages", lambda its: its.running),
+    (GaugeMetricFamily, "num_requests_waiting", "Requests in the queue", lambda its: its.waiting),
+    (
+        GaugeMetricFamily,
+        "kv_cache_usage_perc",
+        "Share of pages in use",
+        lambda its: 1 - its.available_pages / its.num_pages,
+    ),
+    (
+        CounterMetricFamily,
+        "prefix_cache_queries",
+        "Prompt tokens looked up",
+        lambda its: its.prompt_tokens,
+    ),
+    (CounterMetricFamily, "prefix_cache_hits", "Prompt tokens found cached", lambda its: its.cached_tokens),
+    (CounterMetricFamily, "num_preemptions", "Running requests put back into the queue", lambda its: its.retractions),
+    (CounterMetricFamily, "prompt_tokens", "Prompt tokens of admitted requests", lambda its: its.prompt_tokens),
+    (CounterMetricFamily, "generation_tokens", "Tokens generated", lambda its: its.generated_tokens),
+)
+
+
+class _State:
+    """One Pulse as a collector."""
+
+    def __init__(self, pulse: Pulse, model: str) -> None:
+        self._pulse = pulse
+        self._model = model
+
+    def collect(self) -> Iterator[Metric]:
+        for kind, name, words, value in ROWS:
+            family = kind(PREFIX + name, words, labels=["model_name"])
+            family.add_metric([self._model], value(self._pulse))
+            yield family
+
+
+def render(pulse: Pulse, model: str, accept: str) -> tuple[bytes, str]:
+    """The metrics in a format that the Accept header names, and its content type."""
+    registry = CollectorRegistry()
+    registry.register(_State(pulse, model))
+    encode, content_type = choose_encoder(accept)
+    return encode(registry), content_type
