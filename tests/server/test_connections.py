@@ -100,9 +100,7 @@ def test_too_many_headers() -> None:
     assert (status, message[:26]) == (431, "there are over 10 headers:")
 
 
-@pytest.mark.parametrize(
-    "text", [b"nonsense", b"GET / HTTP/1.1\r\nbad header\r\n\r\n", b"\x16\x03\x01\x02\x00"]
-)
+@pytest.mark.parametrize("text", [b"nonsense", b"GET / HTTP/1.1\r\nbad header\r\n\r\n", b"\x16\x03\x01\x02\x00"])
 def test_what_is_not_http(text: bytes) -> None:
     assert refusal(talk(text)) == (400, "this is not valid HTTP")
 

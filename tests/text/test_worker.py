@@ -35,6 +35,7 @@ from tokenmill.wire.messages import (
     TextBatch,
     TextDelta,
     TextOptions,
+    Timings,
     TokenBatch,
     Tokenized,
     TokenizeJob,
@@ -265,6 +266,27 @@ def test_a_request_from_first_token_to_last(text_stage: DetokenizerStage, byte_t
     assert (last.completion_tokens, last.cached_tokens) == (count + len(fox), 3)
     assert aborts == more == []
     assert text_stage.num_open == 0
+
+
+@pytest.mark.parametrize("ends_here", [False, True])
+def test_times_of_a_request_come_with_its_end(
+    text_stage: DetokenizerStage, byte_tokenizer: Tokenizer, ends_here: bool
+) -> None:
+    (a,), (b,) = ids_of(byte_tokenizer, "a"), ids_of(byte_tokenizer, "b")
+    text_stage.process(OpenText(5, TextOptions(stop=["b"] if ends_here else [])))
+    finishes = [] if ends_here else [Finish(uid=5, reason=FinishReason.LENGTH)]
+    for batch in (
+        step({}, accepted=[5], now=10),
+        step({5: [a]}, began=[(5, 12)], now=20),
+        step({}, began=[(5, 25)], now=26),  # it was retracted
+        step({5: [a]}, now=30),
+    ):
+        assert [delta.timings for delta in deltas(text_stage, batch)[0]] in ([None], [])
+    (last,), _ = deltas(text_stage, step({5: [b]}, finished=finishes, now=40))
+    assert last.timings == Timings(queued=10, began=12, first=20, last=40)
+    text_stage.process(OpenText(6, TextOptions()))
+    never = step({}, accepted=[6], finished=[Finish(uid=6, reason=FinishReason.ABORT)], now=50)
+    assert deltas(text_stage, never)[0][0].timings == Timings(queued=50, began=50, first=50, last=50)
 
 
 def test_stop_string_ends_the_request_here_and_in_the_scheduler(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tests.sched.support import make_config
+from tokenmill.clock import milliseconds
 from tokenmill.engine.fake import FakeEngine, next_token
 from tokenmill.errors import RanksDisagree
 from tokenmill.sched.pace import Pace
@@ -43,6 +44,7 @@ class Harness:
         self.tokens: dict[int, list[int]] = {}
         self.finishes = {}
         self.opened: list[int] = []
+        self.batches: list[TokenBatch] = []
         self.accepted: list[int] = []
         self.cached: dict[int, int] = {}
 
@@ -66,6 +68,7 @@ class Harness:
                 self.opened.append(message.uid)
                 continue
             assert isinstance(message, TokenBatch)
+            self.batches.append(message)
             self.accepted += message.accepted
             self.cached.update(message.admitted)
             ids = iter(unpack_ids(message.token_ids))
@@ -173,6 +176,20 @@ def test_cached_tokens_are_told_and_salts_share_nothing(loop):
     harness.finish()
     assert harness.cached == {0: 0, 1: 0, 2: 8}
     assert harness.scheduler.counters.cached_tokens == 8
+
+
+@pytest.mark.parametrize("loop", ["serial", "overlap"])
+def test_times_are_told_in_their_order(loop):
+    h = Harness(loop=loop, max_running=1)
+    h.now = before = milliseconds()
+    h.send(1, [1, 2, 3], max_tokens=3)
+    h.send(2, [4, 5], max_tokens=3)
+    h.finish()
+    began, batches = dict(pair for batch in h.batches for pair in batch.began), h.batches
+    queued = {uid: batch.now for batch in batches for uid in batch.accepted}
+    first = {uid: batch.now for batch in reversed(batches) for uid in batch.uids}
+    assert queued == {1: before, 2: before}
+    assert before <= began[1] <= first[1] <= began[2] <= first[2] <= milliseconds()
 
 
 def test_a_full_queue_refuses_with_503():

@@ -10,8 +10,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tokenmill.errors import TokenmillError
-from tokenmill.server.client import EngineClient, Generation
+from tokenmill.server.client import EngineClient
 from tokenmill.server.errors import ClientLeft, error_object, json_response
+from tokenmill.server.generation import Generation
 from tokenmill.server.protocol import GenerationRequest
 from tokenmill.server.settings import AppSettings
 from tokenmill.server.shapes import Shape, usage_json

@@ -19,6 +19,7 @@ from tokenmill.server.schema import (
     given,
     honoured,
     meaningless,
+    nullable,
     number,
     one_of,
     record,
@@ -90,12 +91,13 @@ COMMON = (
     honoured("stream_options.include_usage", FLAG),
     refused("stream_options.include_obfuscation", "chunks are not padded", False),
     refused("stream_options.continuous_usage_stats", "usage comes last", False),
-    honoured("user", text(0, MAX_NAME), "the tenant, for the policy fair"),
+    honoured("user", text(0, MAX_NAME), "the tenant, for the policy fair; with API keys, key and user together are it"),
     honoured("request_id", text(1, MAX_REQUEST_ID), "printable ASCII; else the header X-Request-Id"),
     honoured("priority", whole(-MAX_INT32, MAX_INT32), "not 0 only with --policy or --eviction priority"),
     honoured("deadline_ms", whole(1, MAX_INT32), "milliseconds from arrival to the end"),
     honoured("timeout", number(0.001, MAX_INT32 // 1000), "the same in seconds"),
     honoured("cache_salt", text(1, MAX_NAME), "only requests of one salt share K/V"),
+    honoured("timings", FLAG, "tell where the time went"),
     refused("store", "nothing is stored", False),
     refused("service_tier", "one tier", "auto", "default"),
     refused("prompt_cache_options", "the prefix cache needs none: see cache_salt and /v1/cache"),
@@ -174,6 +176,19 @@ USAGE = record(
     total_tokens=COUNT,
     prompt_tokens_details=record(["cached_tokens"], cached_tokens=COUNT),
 )
+SECONDS = nullable(number(0))
+TIMINGS = honoured(
+    "timings",
+    record(
+        ["queue", "prefill", "decode", "tokens_per_second"],
+        queue=SECONDS,
+        prefill=SECONDS,
+        decode=SECONDS,
+        tokens_per_second=SECONDS,
+    ),
+    "seconds in the scheduler until the first choice began, from there to its first token, and to the last end; "
+    "with the field timings or the flag --timings, in a stream's last chunk with a choice",
+)
 HEAD = (
     given("id", TEXT, "ends in the request's id"),
     given("created", COUNT),
@@ -199,6 +214,7 @@ CHAT_RESPONSE = Table(
     refused("choices[].message.function_call choices[].message.tool_calls", "not built"),
     refused("metadata", "nothing is stored"),
     given("usage", USAGE),
+    TIMINGS,
 )
 CHAT_CHUNK = Table(
     given("object", one_of("chat.completion.chunk")),
@@ -212,6 +228,7 @@ CHAT_CHUNK = Table(
     refused("choices[].delta.refusal choices[].delta.function_call choices[].delta.tool_calls", "not built"),
     refused("obfuscation", "chunks are not padded"),
     honoured("usage", USAGE, "with include_usage: null but in the last"),
+    TIMINGS,
 )
 COMPLETION_RESPONSE = Table(
     given("object", one_of("text_completion")),
@@ -220,11 +237,16 @@ COMPLETION_RESPONSE = Table(
     ENDS,
     given("choices[].text", TEXT),
     honoured("usage", USAGE, "in a stream: with include_usage, null but in the last"),
+    TIMINGS,
 )
 ERROR = record(
     ["error"],
     error=record(
-        ["message", "type", "param", "code"], message=TEXT, type=TEXT, param=either(TEXT, NULL), code=whole(400, 599)
+        ["message", "type", "param", "code"],
+        message=TEXT,
+        type=TEXT,
+        param=either(TEXT, NULL),
+        code=either(whole(400, 599), one_of("invalid_api_key")),
     ),
 )
 APIS: Mapping[str, tuple[Table, Mapping[str, Table]]] = {

@@ -159,7 +159,7 @@ def _finish(
         tenant=fields.take("user") or "",
         salt=fields.take("cache_salt") or "",
     )
-    timings = fields.flag("timings")
+    timings = fields.take("timings") is True
     fields.refuse_rest()
     return GenerationRequest(model, prompts, params, stream, include_usage, echo, request_id, scheduling, timings)
 
