@@ -24,8 +24,8 @@ from tokenmill.types import FinishReason, Scheduling
 from tokenmill.wire.channel import MemoryChannel, PullChannel, PushChannel, Receiver, Sender, address
 from tokenmill.wire.messages import (
     Abort,
-    CacheAnswer,
     CacheCall,
+    CallAnswer,
     ErrorInfo,
     Finish,
     GenerateJob,
@@ -35,6 +35,7 @@ from tokenmill.wire.messages import (
     Pulse,
     Refused,
     TextBatch,
+    TextCall,
     TextDelta,
     TextOptions,
     Timings,
@@ -76,8 +77,15 @@ class FakeTokenizer:
                     self._scheduler.send(message)
                 case TokenizeJob():
                     self._tokenize(message)
+                case TextCall(serial=serial, token_ids=ids) if ids is not None:
+                    self._server.send(CallAnswer(serial, {"prompt": "".join(map(chr, unpack_ids(ids)))}))
+                case TextCall(serial=serial, text=text, chat=chat):
+                    asked = {"special": message.add_special_tokens, "strings": message.with_strings}
+                    self._server.send(
+                        CallAnswer(serial, {"text": chat.messages[0]["content"] if chat else text, **asked})
+                    )
                 case CacheCall(serial=serial, text="REFUSE"):
-                    self._server.send(CacheAnswer(serial, error=ErrorInfo("refused", "BadRequestError", 400, "prompt")))
+                    self._server.send(CallAnswer(serial, error=ErrorInfo("refused", "BadRequestError", 400, "prompt")))
                 case CacheCall(text=text, chat=chat, token_ids=given):
                     ids = given or pack_ids(map(ord, chat.messages[0]["content"] if chat else text or ""))
                     self._scheduler.send(msgspec.structs.replace(message, text=None, chat=None, token_ids=ids))
@@ -139,11 +147,11 @@ class FakeScheduler:
                 case Probe(serial=serial) if not self.is_silent:
                     self._server.send(self._pulse(serial))
                 case CacheCall(serial=serial, verb="tree") if not self.is_silent:
-                    self._server.send(CacheAnswer(serial, TREE))
+                    self._server.send(CallAnswer(serial, TREE))
                 case CacheCall(serial=serial) if not self.is_silent:
                     asked = {name: value for name, value in msgspec.structs.asdict(message).items() if value}
                     ids = unpack_ids(asked.pop("token_ids", b""))
-                    self._server.send(CacheAnswer(serial, asked | {"token_ids": ids, "serial": 0}))
+                    self._server.send(CallAnswer(serial, asked | {"token_ids": ids, "serial": 0}))
         self._emit(accepted, finished)
         return bool(messages) or any(self._text(job) not in ("STUCK", "WAIT") for job in self.jobs.values())
 

@@ -216,7 +216,7 @@ def test_probe_is_answered_by_its_own_serial() -> None:
         for probe in reversed(probes):
             pipes.client.deliver(engine.scheduler._pulse(probe.serial))
         assert [(await first).serial, (await second).serial] == [probe.serial for probe in probes]
-        with pytest.raises(Overloaded, match="not answered"):
+        with pytest.raises(Overloaded, match="no answer within"):
             await pipes.client.probe(0.001)
         assert pipes.client.open_entries == 0
 
@@ -280,7 +280,7 @@ def test_questions_are_bounded() -> None:
         client = Pipes().client
         waiting = [asyncio.create_task(client.probe(60)) for _ in range(MAX_QUESTIONS)]
         await asyncio.sleep(0)
-        with pytest.raises(Overloaded, match="wait for the scheduler's answer"):
+        with pytest.raises(Overloaded, match="wait for an answer"):
             await client.probe(60)
         for task in waiting:
             task.cancel()

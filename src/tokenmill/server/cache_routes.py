@@ -17,6 +17,7 @@ from tokenmill.server.protocol import parse_cache_call
 from tokenmill.server.schemas import FLUSH_BODY, PIN_BODY, PROBE_BODY, TREE_QUERY
 from tokenmill.wire.messages import CacheCall, CacheVerb
 
+Reader = Callable[[Request], Awaitable[tuple[dict[str, Any], int]]]
 MAX_NODES, MAX_DEPTH = 10_000, 64
 VERBS: Mapping[CacheVerb, tuple[str, dict[str, Any]]] = {
     "probe": ("What a prompt would find", PROBE_BODY),
@@ -26,18 +27,17 @@ VERBS: Mapping[CacheVerb, tuple[str, dict[str, Any]]] = {
 }
 
 
-def add_cache_routes(
-    router: APIRouter, client: EngineClient, read: Callable[[Request], Awaitable[dict[str, Any]]], timeout: float
-) -> None:
-    """Routes that ask the scheduler, between steps; `read` gives a request's body, `timeout` is in seconds."""
+def add_cache_routes(router: APIRouter, client: EngineClient, read: Reader, timeout: float) -> None:
+    """Routes that ask the scheduler, between steps; `read` gives a body and its size, `timeout` is in seconds."""
 
     async def ask(verb: CacheVerb, request: Request) -> Response:
-        call, prompt = parse_cache_call(await read(request), verb)
-        return json_response(await client.ask_cache(call, timeout, prompt))
+        body, size = await read(request)
+        call, prompt = parse_cache_call(body, verb)
+        return json_response(await client.ask(call, timeout, prompt, size))
 
     @router.get("/v1/cache", summary="Pages by owner, hits, evictions")
     async def stats() -> Response:
-        return json_response(await client.ask_cache(CacheCall(verb="stats"), timeout))
+        return json_response(await client.ask(CacheCall(verb="stats"), timeout))
 
     @router.get("/v1/cache/tree", openapi_extra=TREE_QUERY, summary="The prefix tree, as JSON or text")
     async def tree(request: Request) -> Response:
@@ -48,7 +48,7 @@ def add_cache_routes(
             wrong = next(iter(query), "format")
             raise InvalidRequest(f"{wrong[:80]}: the query takes format=json|text, max_nodes, max_depth", wrong[:80])
         call = CacheCall(verb="tree", max_nodes=max_nodes, max_depth=max_depth)
-        data = await client.ask_cache(call, timeout)
+        data = await client.ask(call, timeout)
         return PlainTextResponse(as_text(data)) if form == "text" else json_response(data)
 
     for verb, (summary, schema) in VERBS.items():

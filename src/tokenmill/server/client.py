@@ -92,9 +92,9 @@ class EngineClient:
         self._routes: dict[int, _Route] = {}
         self._jobs: dict[int, _Job] = {}  # by first uid, until the tokenizer answers
         self._load = [0] * len(tokenizers)
-        self._num_waiting = self._waiting_size = 0  # of all jobs
+        self._num_waiting = self._waiting_size = 0  # of all jobs; sizes of questions too
         self._generations: dict[Generation, list[int]] = {}
-        self._questions: dict[int, asyncio.Future[wire.Pulse | wire.CacheAnswer]] = {}
+        self._questions: dict[int, asyncio.Future[wire.Pulse | wire.CallAnswer]] = {}
         self._uids = itertools.count(1)
         self._serials = itertools.count(1)
         self._failure: TokenmillError | None = None
@@ -176,7 +176,7 @@ class EngineClient:
                 self._job_done(uids)
                 for route in filter(None, [self._routes.pop(uid, None) for uid in uids]):
                     route.generation.fail(EngineError(error))
-            case wire.Pulse() | wire.CacheAnswer():
+            case wire.Pulse() | wire.CallAnswer():
                 waiter = self._questions.pop(message.serial, None)
                 if waiter is not None and not waiter.done():  # it may be cancelled, and its owner not yet woken
                     waiter.set_result(message)
@@ -196,33 +196,41 @@ class EngineClient:
         assert isinstance(pulse, wire.Pulse)
         return pulse
 
-    async def ask_cache(self, call: wire.CacheCall, timeout: float, prompt: Prompt | None = None) -> dict[str, Any]:
-        """Ask the prefix cache, about a prompt if one is given.
+    async def ask(
+        self, call: wire.CacheCall | wire.TextCall, timeout: float, prompt: Prompt | None = None, size: int = 0
+    ) -> dict[str, Any]:
+        """Ask the prefix cache or a tokenizer, about a prompt if one is given, in a request of `size` bytes.
 
-        Raises EngineError when the answer is one; otherwise as `probe`.
+        Raises EngineError when the answer is one; otherwise as `probe` and `open`.
         """
+        self._check_room(0, size)
         serial = next(self._serials)
         call = msgspec.structs.replace(call, serial=serial, **({} if prompt is None else _fields(prompt)))
         worker = self._tokenizers[serial % len(self._tokenizers)]
-        answer = await self._ask(serial, self._scheduler if prompt is None else worker, call, timeout)
-        assert isinstance(answer, wire.CacheAnswer)
+        has_text = prompt is not None or isinstance(call, wire.TextCall)
+        self._waiting_size += size
+        try:
+            answer = await self._ask(serial, worker if has_text else self._scheduler, call, timeout)
+        finally:
+            self._waiting_size -= size
+        assert isinstance(answer, wire.CallAnswer)
         if answer.error is not None:
             raise EngineError(answer.error)
         return answer.data
 
     async def _ask(
         self, serial: int, pipe: Sender[Any], question: object, timeout: float
-    ) -> wire.Pulse | wire.CacheAnswer:
+    ) -> wire.Pulse | wire.CallAnswer:
         if self._failure is not None:
             raise self._failure
         if len(self._questions) >= MAX_QUESTIONS:
-            raise Overloaded(f"{MAX_QUESTIONS} questions wait for the scheduler's answer; try again later")
+            raise Overloaded(f"{MAX_QUESTIONS} questions wait for an answer; try again later")
         waiter = self._questions[serial] = asyncio.get_running_loop().create_future()
         pipe.send(question)
         try:
             return await asyncio.wait_for(waiter, timeout)
         except TimeoutError:
-            raise Overloaded(f"the scheduler has not answered within {timeout:g} s") from None
+            raise Overloaded(f"no answer within {timeout:g} s; try again later") from None
         finally:
             self._questions.pop(serial, None)
 
@@ -239,7 +247,8 @@ class EngineClient:
         most = self._max_waiting
         if num_choices > most:
             raise InvalidRequest(f"{num_choices} answers are over the {most} that may wait: send several requests", "n")
-        if self._jobs and (self._num_waiting + num_choices > most or self._waiting_size + size > self._max_size):
+        is_full = self._num_waiting + num_choices > most or self._waiting_size + size > self._max_size
+        if is_full and (self._num_waiting or self._waiting_size):
             waiting = f"{self._num_waiting} requests of {self._waiting_size} bytes"
             raise Overloaded(
                 f"the tokenizers' queue is full ({waiting} are waiting, of at most {most} and {self._max_size}); "

@@ -162,6 +162,16 @@ PROBE = Table(
     honoured("cache_salt", text(1, MAX_NAME)),
 )
 PIN = Table(PROBE, honoured("ttl", number(0.001, MAX_TTL), "seconds", required=True))
+TOKENIZE = Table(
+    honoured("model", TEXT),
+    honoured("prompt", TEXT, "this or messages"),
+    honoured("messages", array(OBJECT, 1)),
+    MESSAGES[1:],
+    TEMPLATE,
+    honoured("add_special_tokens", FLAG, "true for a prompt; templates write their own"),
+    honoured("return_token_strs", FLAG, "each token as the vocabulary writes it"),
+)
+DETOKENIZE = Table(honoured("model", TEXT), honoured("tokens", array(whole(0, MAX_INT32)), required=True))
 FLUSH = Table(
     honoured("cache_salt", text(1, MAX_NAME), "left out: of all salts"),
     honoured("with_pins", FLAG, "also what is pinned"),

@@ -9,11 +9,21 @@ from typing import Any
 import msgspec
 
 from tokenmill.errors import InvalidRequest, UnsupportedField
-from tokenmill.server.fields import CHAT, COMPLETION, FLUSH, MAX_CHOICES_IN_ALL, MAX_REQUEST_ID, PIN, PROBE
+from tokenmill.server.fields import (
+    CHAT,
+    COMPLETION,
+    DETOKENIZE,
+    FLUSH,
+    MAX_CHOICES_IN_ALL,
+    MAX_REQUEST_ID,
+    PIN,
+    PROBE,
+    TOKENIZE,
+)
 from tokenmill.server.schema import Table, equals, kind_of
 from tokenmill.text.messages import check_messages
 from tokenmill.types import MAX_INT32, SamplingParams, Scheduling, deadline_from
-from tokenmill.wire.messages import CacheCall, CacheVerb, ChatPrompt
+from tokenmill.wire.messages import CacheCall, CacheVerb, ChatPrompt, TextCall, pack_ids
 
 Prompt = str | list[int] | ChatPrompt
 
@@ -90,6 +100,29 @@ def parse_cache_call(body: dict[str, Any], verb: CacheVerb) -> tuple[CacheCall, 
     with_pins = verb == "flush" and fields.take("with_pins") is True
     fields.refuse_rest()
     return CacheCall(verb=verb, salt=salt, ttl=round(1000 * ttl), with_pins=with_pins), prompt
+
+
+def parse_tokenize(body: dict[str, Any]) -> tuple[str | None, TextCall, Prompt]:
+    """Model, question and prompt of a /tokenize request. Raises as `parse_chat`."""
+    fields = _Fields(body, TOKENIZE)
+    model, with_strings = fields.take("model"), fields.take("return_token_strs") is True
+    add_special_tokens = fields.take("add_special_tokens")
+    prompt: Prompt = _chat_prompt(fields) if "messages" in body else fields.take("prompt")
+    if prompt is None:
+        raise InvalidRequest("prompt is missing: give a text, or messages", "prompt")
+    if "messages" in body and add_special_tokens:
+        words = "add_special_tokens must be false or left out beside messages: the chat template writes them"
+        raise UnsupportedField(words, "add_special_tokens")
+    fields.refuse_rest()
+    return model, TextCall(add_special_tokens=add_special_tokens is not False, with_strings=with_strings), prompt
+
+
+def parse_detokenize(body: dict[str, Any]) -> tuple[str | None, TextCall]:
+    """Model and question of a /detokenize request. Raises as `parse_chat`."""
+    fields = _Fields(body, DETOKENIZE)
+    model, token_ids = fields.take("model"), fields.take("tokens")
+    fields.refuse_rest()
+    return model, TextCall(token_ids=pack_ids(token_ids))
 
 
 def _chat_prompt(fields: _Fields) -> ChatPrompt:

@@ -17,8 +17,15 @@ from tokenmill.server.cache_routes import add_cache_routes
 from tokenmill.server.client import EngineClient
 from tokenmill.server.errors import BodyTooLarge, ClientLeft, RouteError, WrongContentType, json_response
 from tokenmill.server.metrics import render
-from tokenmill.server.protocol import GenerationRequest, decode_body, parse_chat, parse_completion
-from tokenmill.server.schemas import CHAT_BODY, COMPLETION_BODY
+from tokenmill.server.protocol import (
+    GenerationRequest,
+    decode_body,
+    parse_chat,
+    parse_completion,
+    parse_detokenize,
+    parse_tokenize,
+)
+from tokenmill.server.schemas import CHAT_BODY, COMPLETION_BODY, DETOKENIZE_BODY, TOKENIZE_BODY
 from tokenmill.server.settings import AppSettings
 from tokenmill.server.shapes import ChatShape, CompletionShape, Shape
 from tokenmill.types import MAX_NAME
@@ -82,8 +89,23 @@ def make_router(client: EngineClient, settings: AppSettings) -> APIRouter:
     async def version() -> Response:
         return json_response({"version": __version__})
 
-    async def read(request: Request) -> dict[str, Any]:
-        return decode_body(await read_body(request, settings.max_body_bytes) or b"{}")
+    async def read(request: Request) -> tuple[dict[str, Any], int]:
+        raw = await read_body(request, settings.max_body_bytes)
+        return decode_body(raw or b"{}"), len(raw)
+
+    @router.post("/tokenize", openapi_extra=TOKENIZE_BODY, summary="The tokens of a prompt or of messages")
+    async def tokenize(request: Request) -> Response:
+        body, size = await read(request)
+        name, call, prompt = parse_tokenize(body)
+        _check_model(name)
+        return json_response(await client.ask(call, settings.answer_timeout, prompt, size))
+
+    @router.post("/detokenize", openapi_extra=DETOKENIZE_BODY, summary="The text of tokens")
+    async def detokenize(request: Request) -> Response:
+        body, size = await read(request)
+        name, call = parse_detokenize(body)
+        _check_model(name)
+        return json_response(await client.ask(call, settings.answer_timeout, size=size))
 
     add_cache_routes(router, client, read, settings.answer_timeout)
 
@@ -91,8 +113,7 @@ def make_router(client: EngineClient, settings: AppSettings) -> APIRouter:
         came = milliseconds()
         raw = await read_body(request, settings.max_body_bytes)
         call = parse(decode_body(raw), settings.sampling_defaults, came)
-        if call.model is not None:
-            _check_model(call.model)
+        _check_model(call.model)
         if call.scheduling.priority and not settings.has_priorities:
             advice = "start the server with --policy priority or --eviction priority, or leave it out"
             raise UnsupportedField(f"priority means nothing to this server's policies: {advice}", "priority")
@@ -104,8 +125,8 @@ def make_router(client: EngineClient, settings: AppSettings) -> APIRouter:
             call = dataclasses.replace(call, scheduling=scheduling)
         return Answer(client, call, shape, settings, call.request_id or state.request_id, state.holder, len(raw))
 
-    def _check_model(name: str) -> None:
-        if name != settings.model:
+    def _check_model(name: str | None) -> None:
+        if name not in (None, settings.model):
             raise ModelNotFound(f"no model {name!r} here: this server has {settings.model!r}")
 
     return router

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenmill.server.fields import APIS, ERROR, FLUSH, PIN, PROBE
+from tokenmill.server.fields import APIS, DETOKENIZE, ERROR, FLUSH, PIN, PROBE, TOKENIZE
 from tokenmill.server.schema import Table, one_of, whole
 
 CHAT_EXAMPLE = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64, "stream": True}
@@ -33,6 +33,8 @@ CHAT_BODY = _generation("/v1/chat/completions", CHAT_EXAMPLE)
 COMPLETION_BODY = _generation("/v1/completions", {"prompt": "The sun is", "max_tokens": 16})
 PROBE_BODY = _body(PROBE, {"prompt": "The sun is"})
 PIN_BODY = _body(PIN, PIN_EXAMPLE)
+TOKENIZE_BODY = _body(TOKENIZE, {"prompt": "The sun is"})
+DETOKENIZE_BODY = _body(DETOKENIZE, {"tokens": [504]})
 FLUSH_BODY = _body(FLUSH, {})
 TREE_QUERY = {
     "parameters": [

@@ -95,6 +95,10 @@ class Tokenizer:
         close_run(len(text))
         return ids
 
+    def token_string(self, token_id: int) -> str:
+        """How the vocabulary writes an id; empty for ids without a token."""
+        return self._backend.id_to_token(token_id) or ""
+
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; bytes that are no UTF-8 become U+FFFD, ids without a token nothing."""
         hidden = self.special_ids if skip_special_tokens else frozenset()

@@ -65,14 +65,37 @@ class TokenizerStage:
             return [], wire.Refused(job.uids, _failure(error))
         return jobs, wire.Tokenized(job.uids, len(token_ids))
 
-    def fill_in(self, call: wire.CacheCall) -> wire.CacheCall | wire.CacheAnswer:
+    def fill_in(self, call: wire.CacheCall) -> wire.CacheCall | wire.CallAnswer:
         """The call with its prompt as ids; or an answer, when there can be none."""
         try:
             assert self.limits is not None, "Limits come before the first call"
             token_ids = wire.pack_ids(self._prompt_ids(call, self.limits))
         except Exception as error:
-            return wire.CacheAnswer(call.serial, error=_failure(error))
+            return wire.CallAnswer(call.serial, error=_failure(error))
         return msgspec.structs.replace(call, text=None, chat=None, token_ids=token_ids)
+
+    def answer(self, call: wire.TextCall) -> wire.CallAnswer:
+        """Ids of a text, or the text of ids; a prompt may be empty here."""
+        try:
+            assert self.limits is not None, "Limits come before the first call"
+            return wire.CallAnswer(call.serial, self._answer(call, self.limits))
+        except Exception as error:
+            return wire.CallAnswer(call.serial, error=_failure(error))
+
+    def _answer(self, call: wire.TextCall, limits: wire.Limits) -> dict[str, Any]:
+        check_length = partial(self._check_length, limits.max_model_len, "messages" if call.chat else "prompt")
+        if call.token_ids is not None:
+            token_ids = wire.unpack_ids(call.token_ids)
+            _check_ids(token_ids, limits.vocab_size, "tokens")
+            return {"prompt": self._tokenizer.decode(token_ids, skip_special_tokens=False)}
+        if call.chat is not None:
+            token_ids = encode_chat(self._tokenizer, self._template, call.chat, check_length)
+        else:
+            check_length(call.text or "")
+            token_ids = self._tokenizer.encode(call.text or "", add_special_tokens=call.add_special_tokens)
+        strings = [self._tokenizer.token_string(token_id) for token_id in token_ids] if call.with_strings else None
+        found = {"count": len(token_ids), "max_model_len": limits.max_model_len, "tokens": token_ids}
+        return found | {"token_strs": strings}
 
     def _prompt_ids(self, job: wire.TokenizeJob | wire.CacheCall, limits: wire.Limits) -> list[int]:
         param = "messages" if job.chat else "prompt"
@@ -350,6 +373,8 @@ def tokenizer_loop(
                     scheduler.send(filled)
                 else:
                     server.send(filled)
+            case wire.TextCall() as text_call:
+                server.send(stage.answer(text_call))
             case wire.Abort() as abort:
                 aborted.difference_update(abort.uids)
                 scheduler.send(abort)

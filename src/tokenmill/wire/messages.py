@@ -2,13 +2,13 @@
 
 Token ids travel as int32 bytes (`pack_ids`, `unpack_ids`), results as columns. Who sends what to whom:
 
-    API server  -- Limits, TokenizeJob, CacheCall, Abort --> tokenizer worker k     (one pipe each, first in first out)
+    API server  -- Limits, TokenizeJob, CacheCall, TextCall, Abort --> tokenizer worker k  (a pipe each, in order)
     tokenizer   -- GenerateJob, CacheCall, Abort --> scheduler  (an Abort follows its job and cannot overtake it)
-    tokenizer   -- Tokenized, Refused, CacheAnswer --> API server
+    tokenizer   -- Tokenized, Refused, CallAnswer --> API server
     API server  -- Abort, Probe, CacheCall --> scheduler        (Abort only after the job is known to have arrived)
     rank 0      -- Tick, and all that it received --> other ranks
     scheduler   -- OpenText, TokenBatch -> detokenizer          (OpenText before the request's first token)
-    scheduler   -- Pulse, CacheAnswer -----> API server
+    scheduler   -- Pulse, CallAnswer -----> API server
     detokenizer -- TextBatch -----------> API server
     detokenizer -- Abort ---------------> scheduler             (a stop string was found)
 """
@@ -169,7 +169,7 @@ class Tick(msgspec.Struct, frozen=True, tag=True):
 
 
 class CacheCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Asks the prefix cache for something, answered between steps by a CacheAnswer with the same serial.
+    """Asks the prefix cache for something, answered between steps by a CallAnswer with the same serial.
 
     probe, pin and unpin are about a prompt. As `text` or `chat` it goes through a tokenizer, which puts `token_ids` in
     its place. A pin lasts `ttl` milliseconds. flush forgets one `salt`, or with None all of them, and what is pinned
@@ -188,8 +188,22 @@ class CacheCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     max_depth: int = 0
 
 
-class CacheAnswer(msgspec.Struct, frozen=True, tag=True):
-    """What came of a CacheCall: data for JSON, or an error."""
+class TextCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Asks a tokenizer for the ids of `text` or `chat`, or the text of `token_ids`; answered by a CallAnswer.
+
+    `with_strings` asks for each id's own string too.
+    """
+
+    serial: int = 0
+    text: str | None = None
+    chat: ChatPrompt | None = None
+    token_ids: bytes | None = None
+    add_special_tokens: bool = True
+    with_strings: bool = False
+
+
+class CallAnswer(msgspec.Struct, frozen=True, tag=True):
+    """What came of a CacheCall or TextCall: data for JSON, or an error."""
 
     serial: int
     data: dict[str, Any] = {}
@@ -273,7 +287,7 @@ class TextBatch(msgspec.Struct, frozen=True, tag=True):
     deltas: list[TextDelta]
 
 
-ToTokenizer = Limits | TokenizeJob | CacheCall | Abort | Stop
+ToTokenizer = Limits | TokenizeJob | CacheCall | TextCall | Abort | Stop
 ToScheduler = GenerateJob | CacheCall | Abort | Probe | Tick | Stop
 ToDetokenizer = OpenText | TokenBatch | Stop
-ToServer = Tokenized | Refused | TextBatch | Pulse | CacheAnswer
+ToServer = Tokenized | Refused | TextBatch | Pulse | CallAnswer

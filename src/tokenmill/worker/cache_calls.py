@@ -7,16 +7,16 @@ from typing import Any
 
 from tokenmill.errors import InvalidRequest, TokenmillError
 from tokenmill.sched.cache import PrefixCache
-from tokenmill.wire.messages import CacheAnswer, CacheCall, error_info
+from tokenmill.wire.messages import CacheCall, CallAnswer, error_info
 
 
-def answer_call(cache: PrefixCache, call: CacheCall, now: int) -> CacheAnswer:
+def answer_call(cache: PrefixCache, call: CacheCall, now: int) -> CallAnswer:
     """The answer to `call` at time `now`, in milliseconds. Counts are of tokens where nothing else is said."""
     cache.expire(now)
     try:
-        return CacheAnswer(call.serial, _answer(cache, call, now))
+        return CallAnswer(call.serial, _answer(cache, call, now))
     except TokenmillError as error:
-        return CacheAnswer(call.serial, error=error_info(error))
+        return CallAnswer(call.serial, error=error_info(error))
 
 
 def _answer(cache: PrefixCache, call: CacheCall, now: int) -> dict[str, Any]:
