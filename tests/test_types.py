@@ -18,7 +18,10 @@ NAN = float("nan")
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("logprobs", 21),
+        ("logprobs", True),
+        ("prompt_logprobs", -1),
         ("max_tokens", 2**31),
         ("max_tokens", 1.0),
         ("max_tokens", True),

@@ -6,7 +6,7 @@ import dataclasses
 import sys
 import time
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -25,7 +25,7 @@ from tokenmill.text.messages import check_messages
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.text.worker import DetokenizerStage, TokenizerStage, load_template
 from tokenmill.trace import Tracer
-from tokenmill.types import FinishReason, SamplingParams, Scheduling, Usage, deadline_from
+from tokenmill.types import FinishReason, SamplingParams, Scheduling, TokenLogprobs, Usage, deadline_from
 from tokenmill.wire import messages as wire
 from tokenmill.wire.channel import MemoryChannel, NullSender
 from tokenmill.worker.core import make_core
@@ -40,21 +40,29 @@ Prompt = str | Sequence[int] | Sequence[Message]
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One choice. `stop_reason` is the stop string or id that matched, None for the model's own end."""
+    """One choice. `stop_reason` is the stop string or id that matched, None for the model's own end.
+
+    `logprobs` are there if the parameters ask for them, and end where the text does.
+    """
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
     stop_reason: str | int | None = None
+    logprobs: list[TokenLogprobs] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The answer to one prompt: `params.n` choices. `first_token_at` is a time of `time.perf_counter`."""
+    """The answer to one prompt: `params.n` choices. `first_token_at` is a time of `time.perf_counter`.
+
+    `prompt_logprobs` has an entry for each token of the prompt, if the parameters ask for them.
+    """
 
     choices: list[Completion]
     usage: Usage
     first_token_at: float | None
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
     @property
     def text(self) -> str:
@@ -325,13 +333,15 @@ class LLM:
             assert last.finish_reason is not None
             ids = wire.unpack_ids(b"".join(delta.token_ids for delta in request.deltas))
             text = "".join(delta.text for delta in request.deltas)
-            completions.append(Completion(text, ids, last.finish_reason, last.stop_reason))
+            logprobs = _joined(delta.logprobs for delta in request.deltas)
+            completions.append(Completion(text, ids, last.finish_reason, last.stop_reason, logprobs))
         generated = sum(request.deltas[-1].completion_tokens for request in requests)
         cached = max(request.deltas[-1].cached_tokens for request in requests)
         first = min(
             (request.first_token_at for request in requests if request.first_token_at is not None), default=None
         )
-        return Output(completions, Usage(requests[0].prompt_tokens, generated, cached), first)
+        prompt_logprobs = _joined(delta.prompt_logprobs for delta in requests[0].deltas)
+        return Output(completions, Usage(requests[0].prompt_tokens, generated, cached), first, prompt_logprobs)
 
     def _forget(self, uids: list[int]) -> None:
         """Drop what is kept of these requests, ending those that still run."""
@@ -354,6 +364,11 @@ def _run_config(model: str | Path | RunConfig, options: Mapping[str, Any]) -> Ru
         part = owners[name]
         run = dataclasses.replace(run, **{part: dataclasses.replace(getattr(run, part), **{name: value})})
     return run
+
+
+def _joined(parts: Iterable[list[TokenLogprobs] | None]) -> list[TokenLogprobs] | None:
+    given = [part for part in parts if part is not None]
+    return [entry for part in given for entry in part] if given else None
 
 
 def _is_ids(prompt: Any) -> TypeGuard[Sequence[int]]:

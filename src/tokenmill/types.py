@@ -16,6 +16,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 2048
 MAX_BAD_IDS = 128
 MAX_ALLOWED_IDS = 2**20
+MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_NAME = 512
 SEED_BITS = 63
@@ -80,11 +81,36 @@ def deadline_from(now: int, deadline_ms: object = None, timeout: object = None) 
     return None if deadline_ms is None else now + deadline_ms  # type: ignore[operator]
 
 
+class Logprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """How likely the model finds a token, before anything changes its logits.
+
+    `data` are the token's bytes, and `text` what they spell. `logprob` is natural, and None of a prompt's first token;
+    `rank` is 1 for the likeliest.
+    """
+
+    token_id: int
+    text: str
+    data: bytes
+    logprob: float | None
+    rank: int
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """A token of the prompt or the output, and the likeliest at its place.
+
+    `offset` is where it begins in the text, in characters, behind an echoed prompt.
+    """
+
+    token: Logprob
+    top: list[Logprob]
+    offset: int
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to draw and when to stop, for one prompt.
 
     Args:
-        max_tokens: most tokens to generate; None is all that the context leaves.
+        max_tokens: most tokens to generate; None is all that the context leaves, 0 only computes the prompt.
         min_tokens: no end token, stop id or stop string before this many tokens.
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_k: keep the k likeliest tokens; 0 or -1 keeps all.
@@ -100,6 +126,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         logit_bias: added to the logits of these ids, -100 to 100.
         allowed_token_ids: only these are drawn; None is all.
         bad_words: texts, or sequences of token ids, that are not generated while there is anything else to draw.
+        logprobs: give the logprob of each token drawn, and of so many of the likeliest, as the model finds them.
+        prompt_logprobs: the same of each token of the prompt but the first.
         presence_penalty: taken from the logits of ids in the output, -2 to 2.
         frequency_penalty: taken from the logits of ids for each time that they are in the output, -2 to 2.
         repetition_penalty: logits of ids in the prompt or the output are divided by it if positive, else multiplied.
@@ -123,13 +151,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logit_bias: dict[int, float] = {}
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str | Sequence[int]] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
-            check_whole("max_tokens", self.max_tokens, 1, MAX_INT32)
+            check_whole("max_tokens", self.max_tokens, 0, MAX_INT32)
         check_whole("min_tokens", self.min_tokens, 0, MAX_INT32)
         check_number("temperature", self.temperature, 0, 100)
         check_whole("top_k", self.top_k, -1, MAX_INT32)
@@ -139,6 +169,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         check_number("frequency_penalty", self.frequency_penalty, -2, 2)
         check_number("repetition_penalty", self.repetition_penalty, 0.01, 100)
         check_whole("n", self.n, 1, MAX_CHOICES)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name), 0, MAX_LOGPROBS)
         if self.seed is not None:
             check_whole("seed", self.seed, -(2**63), 2**64 - 1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -176,8 +209,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def needs_history(self) -> bool:
-        """Whether what is drawn depends on the tokens before by more than the model."""
-        return self.is_penalised or any(len(ids) > 1 for ids in self.bad_sequences)
+        """Whether the engine must know the tokens so far, for more than the model."""
+        has_sequences = any(len(ids) > 1 for ids in self.bad_sequences)
+        return self.is_penalised or has_sequences or self.prompt_logprobs is not None
 
     def for_choice(self, index: int) -> SamplingParams:
         """The parameters of one of `n` choices: a seed of its own, and n = 1.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from array import array
 
 import pytest
 import torch
@@ -44,8 +45,8 @@ def open_engine(config, device, **hooks):
     return ModelEngine(model, ops, attention, config, device, **hooks)
 
 
-def generate(config, device, prompts, params):
-    """Drive the real loop; ids by request. Requests join while others decode."""
+def generate(config, device, prompts, params, records=None):
+    """Drive the real loop; ids by request, and records of logprobs. Requests join while others decode."""
     engine = open_engine(config, device)
     inbox, out = MemoryChannel(), MemoryChannel()
     scheduler = Scheduler(config)
@@ -65,6 +66,10 @@ def generate(config, device, prompts, params):
             ids = iter(unpack_ids(getattr(message, "token_ids", b"")))
             for uid, count in zip(getattr(message, "uids", ()), getattr(message, "counts", ()), strict=True):
                 tokens[uid].extend(next(ids) for _ in range(count))
+            for uid, record in getattr(message, "logprobs", {}).items():
+                records[uid] = records.get(uid, b"") + record
+            for uid, (first, record) in getattr(message, "prompt_logprobs", {}).items():
+                records[uid, first] = record
     engine.close()
     return tokens
 
@@ -83,6 +88,37 @@ def test_replayed_steps_give_the_ids_of_eager_ones(loop, params):
         device = RerunDevice()
         assert generate(make_config(**options, graph_max_batch=most), device, PROMPTS, params) == expected
         assert device.num_replays > 0
+
+
+@pytest.mark.parametrize("loop", ["serial", "overlap"])
+def test_logprobs_of_replayed_steps_are_those_of_eager_ones(loop):
+    params = (
+        SamplingParams(temperature=0, logprobs=2),
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=0.9, seed=1, logprobs=0, presence_penalty=1.0),
+        SamplingParams(temperature=0, logprobs=4, prompt_logprobs=1),
+        SamplingParams(temperature=0, prompt_logprobs=3),
+    )
+    options = {"loop": loop, "num_pages": 256, "max_running": 8, "max_model_len": 64, "prefill_budget": 9}
+    expected, found, device = {}, {}, RerunDevice()
+    ids = generate(make_config(**options), CpuDevice(1), PROMPTS, params, expected)
+    assert generate(make_config(**options, graph_max_batch=8), device, PROMPTS, params, found) == ids
+    assert device.num_replays > 0
+    assert expected.keys() >= {uid for uid in range(12) if uid % 5 not in (1, 4)}
+    assert {uid for uid, _ in filter(lambda key: isinstance(key, tuple), expected)} == {3, 4, 8, 9}
+    for uid in range(12):
+        if (top := params[uid % 5].logprobs) is not None:
+            assert len(expected[uid]) == 4 * (2 + 2 * top) * len(ids[uid])
+    assert joined(found) == pytest.approx(joined(expected), abs=1e-4)
+
+
+def joined(records):
+    """Numbers by request and place: prompts are computed in other chunks when steps have other rows."""
+    drawn = {uid: record for uid, record in records.items() if isinstance(uid, int)}
+    prompts = {}
+    for uid, first in sorted(key for key in records if isinstance(key, tuple)):
+        prompts[uid] = prompts.get(uid, b"") + records[uid, first]
+    return [number for record in (*drawn.values(), *prompts.values()) for number in array("f", record)]
 
 
 @pytest.mark.parametrize("room", [0, 1, 2])

@@ -100,7 +100,12 @@ def test_bounds_are_those_that_are_checked(api: str, field: Field) -> None:
     for name, outside in (("minimum", -1), ("maximum", 1)):
         if (bound := field.schema.get(name)) is None:
             continue
-        companion = {"best_of": {"n": bound}, "min_tokens": {"max_tokens": bound} if bound else {}}.get(field.path, {})
+        companion = {
+            "best_of": {"n": bound},
+            "min_tokens": {"max_tokens": bound} if bound else {},
+            "top_logprobs": {"logprobs": True},
+            "prompt_logprobs": {"stream": False, "stream_options": None},
+        }.get(field.path, {})
         body, place = body_with(api, field, bound)
         PARSERS[api][1](body | companion, {})
         body, _ = body_with(api, field, bound + (outside if whole else outside * 1e-6))

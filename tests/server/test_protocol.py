@@ -80,7 +80,6 @@ def test_json_oddities_that_are_fine() -> None:
         ({"n": 129}, "n"),
         ({"seed": "abc"}, "seed"),
         ({"seed": 2**64}, "seed"),
-        ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": 1.5}, "max_tokens"),
         ({"max_tokens": True}, "max_tokens"),
@@ -150,10 +149,6 @@ def test_wrong_values_are_refused_by_name(fields: dict[str, Any], param: str) ->
 @pytest.mark.parametrize(
     "fields",
     [
-        {"logprobs": True},
-        {"logprobs": 0},
-        {"top_logprobs": 2},
-        {"prompt_logprobs": 1},
         {"response_format": {"type": "json_object"}},
         {"tools": [{"type": "function"}]},
         {"tool_choice": "required"},
@@ -219,6 +214,12 @@ def test_everything_honoured_arrives() -> None:
         "stop": ["a", "b"],
         "stop_token_ids": [3],
         "ignore_eos": True,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.5,
+        "allowed_token_ids": [3, 4],
+        "bad_words": ["x", [5, 6]],
+        "logprobs": 3,
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,
     }
@@ -232,9 +233,46 @@ def test_everything_honoured_arrives() -> None:
         model="m",
         best_of=2,
     )
-    assert request.params == SamplingParams(**fields, logit_bias={253: 100})
+    assert request.params == SamplingParams(**fields, logit_bias={253: 100}, prompt_logprobs=3)
     assert (request.stream, request.include_usage, request.echo) == (True, True, True)
     assert (request.request_id, request.model) == ("my id", "m")
+
+
+def test_logprobs_of_chats_and_of_completions() -> None:
+    for fields, number in (
+        ({}, None),
+        ({"logprobs": False, "top_logprobs": 0}, None),
+        ({"logprobs": True}, 0),
+        ({"logprobs": True, "top_logprobs": None}, 0),
+        ({"logprobs": True, "top_logprobs": 20}, 20),
+    ):
+        assert chat(**fields).params.logprobs == number
+    for value, number in ((None, None), (False, None), (0, 0), (5, 5)):
+        assert completion(logprobs=value).params.logprobs == number
+        echoed = completion(logprobs=value, echo=True)
+        assert echoed.params.prompt_logprobs == number
+        assert not echoed.shows_prompt_logprobs
+    shown = completion(prompt_logprobs=2)
+    assert (shown.params.logprobs, shown.params.prompt_logprobs, shown.shows_prompt_logprobs) == (None, 2, True)
+
+
+@pytest.mark.parametrize(
+    ("parse", "fields", "param"),
+    [
+        (chat, {"logprobs": 2}, "logprobs"),
+        (chat, {"top_logprobs": 2}, "top_logprobs"),
+        (chat, {"logprobs": False, "top_logprobs": 2}, "top_logprobs"),
+        (chat, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        (completion, {"logprobs": True}, "logprobs"),
+        (completion, {"logprobs": 21}, "logprobs"),
+        (completion, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        (completion, {"prompt_logprobs": 1, "logprobs": 2, "echo": True}, "prompt_logprobs"),
+    ],
+)
+def test_logprobs_that_are_refused(parse: Any, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse(**fields)
+    assert caught.value.param == param
 
 
 def test_what_the_queue_looks_at() -> None:
@@ -287,7 +325,7 @@ def test_lengths_that_are_left_out() -> None:
 def test_the_models_own_defaults_fill_what_is_left_out() -> None:
     defaults = {"temperature": 0.2, "top_p": 0.8, "repetition_penalty": 1.1}
     params = parse_completion({"prompt": "x", "top_p": 0.5, "temperature": None}, defaults).params
-    assert (params.temperature, params.top_p) == (0.2, 0.5)
+    assert (params.temperature, params.top_p, params.repetition_penalty) == (0.2, 0.5, 1.1)
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,14 @@ from tokenmill.engine import stage
 from tokenmill.engine.device import Device, GraphDevice, Pending, Work
 from tokenmill.engine.graphs import CaptureBudget, DecodeGraphs, Draw, room
 from tokenmill.engine.kv_pool import DeviceState, allocate
+from tokenmill.engine.logprobs import SCORED_AT_ONCE, LogprobBook, Wanted
 from tokenmill.engine.mixed import MixedGraphs, MixedSize
 from tokenmill.layers.batch import ForwardBatch
 from tokenmill.models.base import CausalLM
-from tokenmill.ops.api import Ops
+from tokenmill.ops.api import Hidden, Ops
 from tokenmill.sampling.base import Sampler
 from tokenmill.sampling.batch import SamplingTable
+from tokenmill.sampling.logprobs import logprob_records
 from tokenmill.sampling.select import make_sampler
 from tokenmill.sched.plan import Row, StepPlan, StepResult
 from tokenmill.trace import Tracer
@@ -50,11 +52,14 @@ class Handle:
     step: int
     pending: Pending
     places: list[int] | None
+    wanted: Wanted | None
 
     def wait(self) -> StepResult:
         """Block until the step is done."""
-        ids = self.pending.wait()
-        return StepResult(self.step, tuple(ids if self.places is None else [ids[place] for place in self.places]))
+        numbers, wanted = self.pending.wait(), self.wanted
+        ids = numbers if wanted is None else numbers[: wanted.num_drawn]
+        token_ids = tuple(ids if self.places is None else [ids[place] for place in self.places])
+        return StepResult(self.step, token_ids, *(wanted.split(numbers) if wanted else ()))
 
 
 class ModelEngine:
@@ -81,6 +86,7 @@ class ModelEngine:
         self._table = SamplingTable(config.max_running + 1, model.spec.vocab_size, device.upload)
         self._sampler: Sampler = make_sampler(self._table, model.spec, stage.padded_count(config.max_running + 8), ops)
         self._order = DecodeOrder([], [], [])
+        self._book = LogprobBook()
         self._graphs = self._mixed = None
         if config.graph_max_batch and isinstance(attention, GraphAttention):
             assert isinstance(device, GraphDevice)
@@ -89,11 +95,15 @@ class ModelEngine:
 
     def launch(self, plan: StepPlan) -> Handle:
         """Start a step and return at once; steps run in the order in which they are launched."""
+        self._book.open(plan.openings)
         if self._graphs is None or not plan.is_decode or len(plan.rows) > self.config.graph_max_batch:
+            wanted = self._book.look_up(plan.rows)
             work = self._run_eagerly if self._mixed is None else self._replay_mixed
-            return Handle(plan.step, self._submit(plan, partial(work, plan)), None)
+            return Handle(plan.step, self._submit(plan, partial(work, plan, wanted)), None, wanted)
         order = self._order_rows(plan)
-        return Handle(plan.step, self._submit(plan, partial(self._replay, plan, order)), order.places)
+        rows = [plan.rows[index] for index in order.rows]
+        wanted = self._book.look_up(rows)
+        return Handle(plan.step, self._submit(plan, partial(self._replay, plan, rows, wanted)), order.places, wanted)
 
     def close(self) -> None:
         """Finish what was launched."""
@@ -115,25 +125,50 @@ class ModelEngine:
     def _submit(self, plan: StepPlan, work: Work) -> Pending:
         return self._device.submit(work if self.tracer is None else self.tracer.watch(plan.step, work))
 
-    def _run_eagerly(self, plan: StepPlan) -> Tensor | None:
+    def _run_eagerly(self, plan: StepPlan, wanted: Wanted | None) -> Tensor | None:
         state = self._state
         self._table.open(stage.plan_openings(plan))
         places = state, self._ops, self._attention, self._device.upload
         batch, slots, positions = stage.make_batch(plan, *places, is_padded=self.config.device == "cuda")
         if self.tracer is not None:
             self.tracer.forward(plan.step)
-        logits = self._model.forward(batch, state.kv)
+        scores: list[Tensor] = []
+        if wanted is not None and wanted.scored:
+            logits, scores = self._score(batch, slots, wanted)
+        else:
+            logits = self._model.forward(batch, state.kv)
         sampled = stage.Sampled.of(plan.rows)
         if not sampled.slots:
-            return None
+            return torch.cat(scores) if scores else None
         if self.config.debug_checks and not torch.isfinite(logits).all():
             raise RuntimeError(f"step {plan.step}: logits are not finite")
         if self.tracer is not None:
             self.tracer.enter("sample", plan.step)
-        return self._draw(logits, slots, positions, sampled)[: len(sampled.slots)]
+        output = self._draw(logits, slots, positions, sampled, wanted)
+        return torch.cat((output, *scores)) if scores else output
 
-    def _draw(self, logits: Tensor, slots: Tensor, positions: Tensor, sampled: stage.Sampled) -> Tensor:
-        table = self._table
+    def _score(self, batch: ForwardBatch, slots: Tensor, wanted: Wanted) -> tuple[Tensor, list[Tensor]]:
+        """The logits [sampled, vocab] of a step, and records of the prompts' tokens that it must score."""
+        model, top, num_sampled = self._model, wanted.scored_top, len(slots)
+        at, tokens = (self._device.upload(its) for its in wanted.targets())
+        assert batch.logits_indices is not None
+        batch = replace(batch, logits_indices=torch.cat((batch.logits_indices, at)))
+        hidden = model.hidden(batch, self._state.kv).value  # [sampled + scored, hidden]
+        scores = []
+        for start in range(0, len(tokens), SCORED_AT_ONCE):
+            logits = model.logits(Hidden(hidden[num_sampled + start :][:SCORED_AT_ONCE]))
+            scores.append(logprob_records(logits, tokens[start:][:SCORED_AT_ONCE].long(), top).flatten())
+        return model.logits(Hidden(hidden[:num_sampled])), scores
+
+    def _draw(
+        self, logits: Tensor, slots: Tensor, positions: Tensor, sampled: stage.Sampled, wanted: Wanted | None
+    ) -> Tensor:
+        """Ids [sampled]; behind them, in int32, the records of those whose logprobs are wanted."""
+        table, count = self._table, len(sampled.slots)
+        places = raw = None
+        if wanted is not None and wanted.drawn:
+            places = self._device.upload(array("i", [its.place for its in wanted.drawn])).long()
+            raw = logits.index_select(0, places)  # what follows changes the logits
         is_adjusted = table.needs_adjusting(sampled.slots, sampled.positions)
         if is_adjusted:
             logits = logits.float()
@@ -142,7 +177,10 @@ class ModelEngine:
         ids = self._sampler.draw(logits, slots, positions, self._state.last_tokens, is_filtered=is_filtered)
         if is_adjusted:
             table.advance(ids, sampled.slots)
-        return ids
+        if wanted is None or places is None or raw is None:
+            return ids[:count]
+        records = logprob_records(raw, ids.index_select(0, places), wanted.drawn_top)
+        return torch.cat((ids[:count].int(), records.flatten()))
 
     def _order_rows(self, plan: StepPlan) -> DecodeOrder:
         rows = plan.rows
@@ -152,26 +190,26 @@ class ModelEngine:
             self._order = DecodeOrder(slots, order, sorted(range(len(rows)), key=order.__getitem__))
         return self._order
 
-    def _replay(self, plan: StepPlan, order: DecodeOrder) -> Tensor | None:
+    def _replay(self, plan: StepPlan, rows: list[Row], wanted: Wanted | None) -> Tensor | None:
+        """Decode; `rows` are the plan's, as a graph takes them."""
         assert self._graphs is not None
-        rows = [plan.rows[index] for index in order.rows]
         slots = array("i", [row.slot for row in rows])
         starts = array("i", [row.start for row in rows])
         self._table.open(stage.plan_openings(plan))
-        is_adjusted = self._table.needs_adjusting(slots, starts)
-        draw = Draw.LOGITS if is_adjusted else Draw.FILTERED if self._table.needs_filters(slots) else Draw.PLAIN
+        is_apart = wanted is not None or self._table.needs_adjusting(slots, starts)
+        draw = Draw.LOGITS if is_apart else Draw.FILTERED if self._table.needs_filters(slots) else Draw.PLAIN
         graph = self._graphs.get(len(rows), draw)
         if graph is None:
-            return self._run_eagerly(replace(plan, rows=tuple(rows), openings=()))
+            return self._run_eagerly(replace(plan, rows=tuple(rows), openings=()), wanted)
         updates = self._updates_for(plan, room(graph))
         tokens = array("i", [stage.LAST_SAMPLED if row.token_ids is None else row.token_ids[0] for row in rows])
         if self.tracer is not None:
             self.tracer.forward(plan.step)
         output = self._graphs.replay(graph, (tokens, starts, slots), updates)[: len(rows)]
-        if not is_adjusted:
+        if not is_apart:
             return output
         _, positions, on_device = graph.numbers[: 3 * graph.batch].view(3, -1)[:, : len(rows)]
-        return self._draw(output, on_device, positions, stage.Sampled.of(rows))
+        return self._draw(output, on_device, positions, stage.Sampled.of(rows), wanted)
 
     def _updates_for(self, plan: StepPlan, room: int) -> array[int]:
         """The plan's page updates for a replay that takes `room`; if they are more, they go ahead of it."""
@@ -181,19 +219,19 @@ class ModelEngine:
         stage.stage_tokens(self._device.upload(array("i")), self._device.upload(updates), self._state, self._ops)
         return array("i")
 
-    def _replay_mixed(self, plan: StepPlan) -> Tensor | None:
+    def _replay_mixed(self, plan: StepPlan, wanted: Wanted | None) -> Tensor | None:
         assert self._mixed is not None
         assert isinstance(self._attention, TableAttention)
         self._table.open(stage.plan_openings(plan))
         columns = stage.StepColumns.of(plan.rows)
         _, slots, positions = columns.draws
         draw = Draw.FILTERED if self._table.needs_filters(slots) else Draw.PLAIN
-        has_none = not slots or self._table.needs_adjusting(slots, positions)
+        has_none = not slots or wanted is not None or self._table.needs_adjusting(slots, positions)
         has_none |= max(row.length for row in plan.rows) > self._attention.longest_row
         graph = None if has_none else self._mixed.get(plan.num_tokens, len(slots), draw)
         numbers = None if graph is None else self._lay_out(plan, columns, graph.size)
         if graph is None or numbers is None:
-            return self._run_eagerly(replace(plan, openings=()))
+            return self._run_eagerly(replace(plan, openings=()), wanted)
         if self.tracer is not None:
             self.tracer.forward(plan.step)
         return self._mixed.replay(graph, numbers)[: len(slots)]

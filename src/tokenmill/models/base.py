@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tokenmill.attention.base import KVCache
 from tokenmill.layers.batch import ForwardBatch
+from tokenmill.ops.api import Hidden
 from tokenmill.spec import ModelSpec
 
 
@@ -28,6 +29,12 @@ class CausalLM(Protocol):
 
         Writes the tokens' K and V to `kv`. Call it in inference mode.
         """
+
+    def hidden(self, batch: ForwardBatch, kv: KVCache) -> Hidden:
+        """The first part of `forward`: the hidden state of the tokens that draw."""
+
+    def logits(self, hidden: Hidden) -> Tensor:
+        """The rest of `forward`, of any rows of a hidden state; may overwrite them."""
 
 
 class WeightSource(Protocol):

@@ -61,6 +61,10 @@ class Decoder:
 
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         """See `CausalLM.forward`."""
+        return self.logits(self.hidden(batch, kv))
+
+    def hidden(self, batch: ForwardBatch, kv: KVCache) -> Hidden:
+        """See `CausalLM.hidden`."""
         rotation = self._rope.rotation(batch.positions)
         hidden = Hidden(self._embedding.embed(batch.input_ids))
         for attention_norm, attention, mlp_norm, mlp in zip(
@@ -69,7 +73,11 @@ class Decoder:
             attention(hidden, attention_norm.norm, rotation, batch, kv)
             mlp(hidden, mlp_norm.norm)
         if batch.logits_indices is not None:
-            hidden.value = self._ops.settle(hidden).index_select(0, batch.logits_indices)
+            return Hidden(self._ops.settle(hidden).index_select(0, batch.logits_indices))
+        return hidden
+
+    def logits(self, hidden: Hidden) -> Tensor:
+        """See `CausalLM.logits`."""
         return self._output.logits(hidden, self._final_norm.norm)
 
     def sources(self) -> Sources:

@@ -68,7 +68,7 @@ class Admission:
         request = self.queue.first(self._is_held) if self.may_admit else None
         if request is None:
             return None
-        request.hit_len, from_available = self._cache.hit(request.token_ids.tobytes(), request.salt)
+        request.hit_len, from_available = self._cache.hit(request.prefix_ids, request.salt)
         available = self._cache.num_available
         if self._forecast is None:
             self._forecast = Forecast(self._config.page_size, self.estimate, self._cache.num_released)
@@ -127,7 +127,7 @@ class Admission:
             return True
         request.leader = -1
         alike = [r for r in self._computing.values() if r.salt == request.salt and r.token_ids[:size] == ids[:size]]
-        if not alike or not self._config.prefix_cache:
+        if not alike or not self._config.prefix_cache or not request.prefix_ids:
             return False
         self._look_up(request)
         request.held_until = request.hit_len + policy.shared_gain(size, self._config.prefill_budget)
@@ -152,7 +152,7 @@ class Admission:
         return prompts - cached + sum([self.estimate.remaining(its) for its in ahead[:num_ends]]) + own
 
     def _look_up(self, request: Request) -> None:
-        request.hit_len, _ = self._cache.hit(request.token_ids.tobytes(), request.salt)
+        request.hit_len, _ = self._cache.hit(request.prefix_ids, request.salt)
 
 
 def _bounded(seconds: int) -> int:

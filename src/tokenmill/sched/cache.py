@@ -353,4 +353,4 @@ class PrefixCache:
 
     def _key_end(self, length: int) -> int:
         """Bytes of the whole pages of the first `length` tokens, none when nothing is to be found or kept."""
-        return length // self.page_size * self.page_size * TOKEN_BYTES if self.is_enabled else 0
+        return max(length, 0) // self.page_size * self.page_size * TOKEN_BYTES if self.is_enabled else 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -89,10 +89,15 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Ids drawn in a step, one for each row with `is_sampled`, in the plan's order."""
+    """Ids drawn in a step, one for each row with `is_sampled`, in the plan's order; and logprobs by uid.
+
+    `logprobs` are those of drawn ids, `prompt_logprobs` those of prompts from a position on, as TokenBatch has them.
+    """
 
     step: int
     token_ids: tuple[int, ...]
+    logprobs: Mapping[int, bytes] = field(default_factory=dict)
+    prompt_logprobs: Mapping[int, tuple[int, bytes]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -69,6 +69,12 @@ class Request:
         return len(self.token_ids)
 
     @property
+    def prefix_ids(self) -> bytes:
+        """What a prefix may be found of in the cache: nothing of a prompt whose logprobs are yet to be computed."""
+        is_scored = self.params.prompt_logprobs is not None and len(self.token_ids) == self.prompt_len
+        return b"" if is_scored else self.token_ids.tobytes()
+
+    @property
     def num_remaining(self) -> int:
         """Tokens that it may still draw."""
         return self.max_len - len(self.token_ids) - self.num_pending

@@ -292,7 +292,7 @@ class Scheduler:
 
     def _begin(self, request: Request) -> None:
         """Give a request that was waiting a slot, and the pages of its hit."""
-        request.lease = self.cache.open(request.uid, request.token_ids.tobytes(), request.salt, request.priority)
+        request.lease = self.cache.open(request.uid, request.prefix_ids, request.salt, request.priority)
         request.slot = self._free_slots.pop()
         request.status = Status.RUNNING
         request.computed_len = request.hit_len

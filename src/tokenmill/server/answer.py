@@ -6,6 +6,7 @@ import asyncio
 import time
 from typing import Any
 
+import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -67,15 +68,29 @@ class Answer(Response):
                 watcher.cancel()
 
     async def _whole(self, generation: Generation) -> dict[str, Any]:
-        texts: list[list[str]] = [[] for _ in range(generation.num_choices)]
-        last: dict[int, TextDelta] = {}
+        parts: list[list[TextDelta]] = [[] for _ in range(generation.num_choices)]
         async for batch in generation.deltas():
             for index, delta in batch:
-                texts[index].append(delta.text)
-                last[index] = delta
-        choices = [self._shape.choice(index, "".join(parts), last[index]) for index, parts in enumerate(texts)]
+                parts[index].append(self._with_echo(delta))
+        choices = []
+        for index, deltas in enumerate(parts):
+            entries = [its for delta in deltas for its in delta.logprobs or ()]
+            last = msgspec.structs.replace(deltas[-1], logprobs=entries if self._has_logprobs else None)
+            choices.append(self._shape.choice(index, "".join(delta.text for delta in deltas), last))
         body = self._envelope(self._shape.object, choices) | {"usage": usage_json(generation.usage)}
+        if self._call.shows_prompt_logprobs:
+            self._shape.add_prompt_logprobs(body, [deltas[0].prompt_logprobs or [] for deltas in parts])
         return body | {"timings": generation.timings} if self._has_timings else body
+
+    @property
+    def _has_logprobs(self) -> bool:
+        return self._call.params.logprobs is not None
+
+    def _with_echo(self, delta: TextDelta) -> TextDelta:
+        """An echoed prompt's logprobs stand before the output's."""
+        if not (self._call.echo and self._has_logprobs and delta.prompt_logprobs):
+            return delta
+        return msgspec.structs.replace(delta, logprobs=delta.prompt_logprobs + (delta.logprobs or []))
 
     async def _stream(self, generation: Generation, send: Send) -> None:
         await start_stream(send, self._extra_headers)
@@ -86,7 +101,7 @@ class Answer(Response):
             await send_events(send, b"".join(opening))
             async for batch in generation.deltas():
                 more = {"timings": generation.timings} if self._has_timings and generation.has_ended else {}
-                chunks = [choice for index, delta in batch for choice in self._shape.chunks(index, delta)]
+                chunks = [choice for i, delta in batch for choice in self._shape.chunks(i, self._with_echo(delta))]
                 events = [self._event(choice, more if choice is chunks[-1] else {}) for choice in chunks]
                 await send_events(send, b"".join(events) or COMMENT)
                 beat.rest()

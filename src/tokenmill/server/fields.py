@@ -34,6 +34,7 @@ from tokenmill.types import (
     MAX_CHOICES,
     MAX_INT32,
     MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
     MAX_NAME,
     MAX_STOP_IDS,
     MAX_STOP_STRINGS,
@@ -51,8 +52,8 @@ PART = record(["type", "text"], type=one_of("text"), text=TEXT)
 CONTENT = either(TEXT, array(PART, 1))
 
 SAMPLING = (
-    honoured("max_tokens", whole(1, MAX_INT32), "left out: 16 in completions, the context's rest in chats"),
-    honoured("max_completion_tokens", whole(1, MAX_INT32), "another name of max_tokens"),
+    honoured("max_tokens", whole(0, MAX_INT32), "left out: 16 in completions, what fits in chats; 0 with echo"),
+    honoured("max_completion_tokens", whole(0, MAX_INT32), "another name of max_tokens"),
     honoured("min_tokens", whole(0, MAX_INT32), "no end before that many"),
     honoured("temperature", number(0, 100), "0 takes the likeliest token"),
     honoured("top_k", whole(-1, MAX_INT32), "0 and -1 keep all"),
@@ -77,7 +78,8 @@ SAMPLING = (
     honoured("allowed_token_ids", array(whole(0, MAX_INT32), 1, MAX_ALLOWED_IDS), "only these are drawn"),
     honoured("bad_words", array(BAD_WORD, 0, MAX_BAD_WORDS), "texts or sequences of ids that are not generated"),
     refused("length_penalty", "no beam search", 1),
-    refused("prompt_logprobs structured_outputs", "not built"),
+    honoured("prompt_logprobs", whole(0, MAX_LOGPROBS), "not for streams; each choice of n computes the prompt"),
+    refused("structured_outputs", "not built"),
     refused("response_format", "not built", {"type": "text"}),
     refused("use_beam_search", "no beam search", False),
     refused("truncate_prompt_tokens", "a prompt is never cut"),
@@ -127,8 +129,8 @@ CHAT = Table(
     TEMPLATE,
     COMMON,
     SAMPLING,
-    refused("logprobs", "not built", False),
-    refused("top_logprobs", "not built", 0),
+    honoured("logprobs", FLAG, "as the model finds them, before anything changes the logits"),
+    honoured("top_logprobs", whole(0, MAX_LOGPROBS), "only with logprobs"),
     refused("tools", "not built", []),
     refused("tool_choice", "not built", "none", "auto"),
     meaningless("parallel_tool_calls", FLAG, "there are no tools"),
@@ -146,7 +148,7 @@ COMPLETION = Table(
     COMMON,
     SAMPLING,
     honoured("echo", FLAG, "the prompt comes before the output"),
-    refused("logprobs", "not built", False),
+    honoured("logprobs", either(whole(0, MAX_LOGPROBS), one_of(False)), "of the likeliest and the token itself"),
     refused("suffix", "no infilling", ""),
     refused("tools", "for chats", []),
     refused("tool_choice", "for chats", "none", "auto"),
@@ -178,6 +180,7 @@ FLUSH = Table(
 )
 
 COUNT = whole(0)
+LOGPROB = number(-9999, 0)
 END = one_of("stop", "length", "abort", None)
 USAGE = record(
     ["prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"],
@@ -209,13 +212,26 @@ ENDS = (
     given("choices[].index", COUNT),
     given("choices[].finish_reason", END, "abort: cancelled by the server, or at its deadline; null before the end"),
     honoured("choices[].stop_reason", either(TEXT, COUNT), 'the stop string or id that ended it, or "deadline"'),
-    meaningless("choices[].logprobs", NULL, "not built"),
 )
+CHAT_TOKEN = record(["token", "logprob", "bytes"], token=TEXT, logprob=LOGPROB, bytes=array(whole(0, 255)))
+CHAT_ENTRY = record(
+    ["token", "logprob", "bytes", "top_logprobs"],
+    **CHAT_TOKEN["properties"],
+    top_logprobs=array(CHAT_TOKEN, 0, MAX_LOGPROBS),
+)
+CHAT_LOGPROBS = honoured(
+    "choices[].logprobs",
+    record(["content", "refusal"], content=array(CHAT_ENTRY), refusal=NULL),
+    "null unless asked for",
+)
+PROMPT_LOGPROBS = array(nullable(OBJECT))
 CHAT_RESPONSE = Table(
     given("object", one_of("chat.completion")),
     HEAD,
     given("choices", array(OBJECT)),
     ENDS,
+    CHAT_LOGPROBS,
+    honoured("prompt_logprobs", PROMPT_LOGPROBS, "with prompt_logprobs: by token id logprob, rank and decoded_token"),
     given("choices[].message", OBJECT),
     given("choices[].message.role", one_of("assistant")),
     given("choices[].message.content", TEXT),
@@ -231,6 +247,7 @@ CHAT_CHUNK = Table(
     HEAD,
     given("choices", array(OBJECT), "empty in the chunk of usage"),
     ENDS,
+    CHAT_LOGPROBS,
     given("choices[].delta", OBJECT, "empty at the end"),
     honoured("choices[].delta.role", one_of("assistant"), "in the first"),
     honoured("choices[].delta.content", TEXT),
@@ -240,12 +257,21 @@ CHAT_CHUNK = Table(
     honoured("usage", USAGE, "with include_usage: null but in the last"),
     TIMINGS,
 )
+COMPLETION_LOGPROBS = record(
+    ["tokens", "token_logprobs", "top_logprobs", "text_offset"],
+    tokens=array(TEXT),
+    token_logprobs=array(nullable(LOGPROB)),
+    top_logprobs=array(nullable(OBJECT)),
+    text_offset=array(COUNT),
+)
 COMPLETION_RESPONSE = Table(
     given("object", one_of("text_completion")),
     HEAD,
     given("choices", array(OBJECT)),
     ENDS,
     given("choices[].text", TEXT),
+    honoured("choices[].logprobs", COMPLETION_LOGPROBS, "null unless asked for; with echo the prompt's come first"),
+    honoured("choices[].prompt_logprobs", PROMPT_LOGPROBS, "with prompt_logprobs"),
     honoured("usage", USAGE, "in a stream: with include_usage, null but in the last"),
     TIMINGS,
 )

@@ -9,7 +9,7 @@ import msgspec
 
 from tokenmill.errors import DeadlinePassed, TokenmillError
 from tokenmill.server.errors import EngineError
-from tokenmill.types import FinishReason, Usage
+from tokenmill.types import FinishReason, TokenLogprobs, Usage
 from tokenmill.wire import messages as wire
 
 
@@ -32,6 +32,7 @@ class Generation:
         self._not_tokenized = num_prompts
         self._times: list[wire.Timings] = []
         self._prompt_tokens = 0
+        self._scored: dict[int, list[TokenLogprobs]] = {}  # of prompts whose text was not sent yet
         self._cached = [0] * self.num_choices
         self._completion = [0] * self.num_choices
 
@@ -121,9 +122,13 @@ class Generation:
             self.fail(EngineError(delta.error or wire.ErrorInfo("the request failed; the server's log may tell why")))
         elif delta.finish_reason is FinishReason.DEADLINE and not any(self._completion):
             self.fail(DeadlinePassed())
-        elif delta.text or delta.finish_reason is not None:
+        elif delta.text or delta.logprobs or delta.finish_reason is not None:
+            if scored := self._scored.pop(index, None):
+                delta = msgspec.structs.replace(delta, prompt_logprobs=scored + (delta.prompt_logprobs or []))
             before = self._pending.get(index)
             self._pending[index] = delta if before is None else _merge(before, delta)
+        elif delta.prompt_logprobs:
+            self._scored.setdefault(index, []).extend(delta.prompt_logprobs)
         self._wake.set()
 
     async def _wait(self) -> None:
@@ -133,5 +138,10 @@ class Generation:
 
 def _merge(first: wire.TextDelta, second: wire.TextDelta) -> wire.TextDelta:
     return msgspec.structs.replace(
-        second, text=first.text + second.text, token_ids=first.token_ids + second.token_ids, accepted=True
+        second,
+        text=first.text + second.text,
+        token_ids=first.token_ids + second.token_ids,
+        accepted=True,
+        logprobs=first.logprobs if second.logprobs is None else (first.logprobs or []) + second.logprobs,
+        prompt_logprobs=first.prompt_logprobs or second.prompt_logprobs,
     )

@@ -33,7 +33,9 @@ MAX_DEPTH = 32
 SAMPLING = tuple(
     name
     for name in SamplingParams.__struct_fields__
-    if (row := CHAT.fields.get(name)) and row.status == "honoured" and name not in ("max_tokens", "logit_bias")
+    if (row := CHAT.fields.get(name))
+    and row.status == "honoured"
+    and name not in ("max_tokens", "logit_bias", "logprobs")
 )
 CACHE_TABLES: Mapping[str, Table] = {"probe": PROBE, "pin": PIN, "unpin": PROBE, "flush": FLUSH}
 
@@ -51,6 +53,7 @@ class GenerationRequest:
     request_id: str | None
     scheduling: Scheduling
     timings: bool
+    shows_prompt_logprobs: bool = False
 
 
 def decode_body(body: bytes) -> dict[str, Any]:
@@ -76,14 +79,21 @@ def parse_chat(body: dict[str, Any], defaults: Mapping[str, Any], now: int = 0) 
     missing, wrong, or not honoured (UnsupportedField).
     """
     fields = _Fields(body, CHAT)
-    return _finish(fields, [_chat_prompt(fields)], defaults, now)
+    top, has_logprobs = fields.take("top_logprobs"), fields.take("logprobs") is True
+    if top and not has_logprobs:
+        raise InvalidRequest("top_logprobs is for logprobs: set logprobs to true or leave it out", "top_logprobs")
+    logprobs = (top or 0) if has_logprobs else None
+    return _finish(fields, [_chat_prompt(fields)], defaults, now, logprobs=logprobs)
 
 
 def parse_completion(body: dict[str, Any], defaults: Mapping[str, Any], now: int = 0) -> GenerationRequest:
     """A /v1/completions request; see `parse_chat`."""
     fields = _Fields(body, COMPLETION)
     prompts = _prompts(fields.raw("prompt"))
-    return _finish(fields, prompts, defaults, now, COMPLETION_MAX_TOKENS, echo=fields.take("echo") is True)
+    logprobs = fields.take("logprobs")
+    logprobs = None if logprobs is False else logprobs
+    options: dict[str, Any] = {"echo": fields.take("echo") is True, "logprobs": logprobs}
+    return _finish(fields, prompts, defaults, now, COMPLETION_MAX_TOKENS, **options)
 
 
 def parse_cache_call(body: dict[str, Any], verb: CacheVerb) -> tuple[CacheCall, Prompt | None]:
@@ -172,15 +182,24 @@ def _finish(
     defaults: Mapping[str, Any],
     now: int,
     max_tokens: int | None = None,
+    *,
     echo: bool = False,
+    logprobs: int | None = None,
 ) -> GenerationRequest:
-    params = _params(fields, defaults, max_tokens)
+    params = _params(fields, defaults, max_tokens, logprobs)
     if len(prompts) * params.n > MAX_CHOICES_IN_ALL:
         asked = f"{len(prompts)} prompts with n={params.n} are over {MAX_CHOICES_IN_ALL} answers"
         raise InvalidRequest(f"{asked}: send several requests", "n")
     stream = fields.take("stream") is True
     include_usage = _include_usage(fields, stream)
     best_of = fields.take("best_of")
+    if stream and params.prompt_logprobs is not None:
+        raise InvalidRequest("prompt_logprobs is not for streams: set stream to false", "prompt_logprobs")
+    shows_prompt_logprobs = params.prompt_logprobs is not None
+    if echo and logprobs is not None:
+        if params.prompt_logprobs not in (None, logprobs):
+            raise InvalidRequest("prompt_logprobs must equal logprobs with echo: leave it out", "prompt_logprobs")
+        params = msgspec.structs.replace(params, prompt_logprobs=logprobs)
     if best_of not in (None, params.n):
         raise UnsupportedField("best_of is not supported unless it equals n: leave it out", "best_of")
     model, request_id = fields.take("model"), fields.take("request_id")
@@ -194,7 +213,9 @@ def _finish(
     )
     timings = fields.take("timings") is True
     fields.refuse_rest()
-    return GenerationRequest(model, prompts, params, stream, include_usage, echo, request_id, scheduling, timings)
+    return GenerationRequest(
+        model, prompts, params, stream, include_usage, echo, request_id, scheduling, timings, shows_prompt_logprobs
+    )
 
 
 def check_request_id(request_id: str, name: str) -> None:
@@ -203,7 +224,9 @@ def check_request_id(request_id: str, name: str) -> None:
         raise InvalidRequest(f"{name} must be 1 to {MAX_REQUEST_ID} printable ASCII characters", name)
 
 
-def _params(fields: _Fields, defaults: Mapping[str, Any], max_tokens: int | None) -> SamplingParams:
+def _params(
+    fields: _Fields, defaults: Mapping[str, Any], max_tokens: int | None, logprobs: int | None
+) -> SamplingParams:
     values = {name: default for name, default in defaults.items() if name in SAMPLING}
     values |= {name: value for name in SAMPLING if (value := fields.raw(name)) is not None}
     bias = fields.take("logit_bias") or {}
@@ -215,7 +238,8 @@ def _params(fields: _Fields, defaults: Mapping[str, Any], max_tokens: int | None
         raise InvalidRequest("max_tokens and max_completion_tokens differ: set only one", "max_tokens")
     given = old if new is None else new
     values["max_tokens"] = max_tokens if given is None else given
-    return SamplingParams(**values, logit_bias={int(key): value for key, value in bias.items()})
+    values["logit_bias"] = {int(key): value for key, value in bias.items()}
+    return SamplingParams(**values, logprobs=logprobs)
 
 
 def _include_usage(fields: _Fields, stream: bool) -> bool:

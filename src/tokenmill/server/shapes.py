@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tokenmill.types import FinishReason, Usage
+from tokenmill.server.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from tokenmill.types import FinishReason, TokenLogprobs, Usage
 from tokenmill.wire.messages import TextDelta
 
 Json = dict[str, Any]
@@ -24,15 +25,19 @@ class ChatShape:
 
     def chunks(self, index: int, delta: TextDelta) -> Iterator[Json]:
         """Choices of the chunks for what is new: a content chunk if there is text, and one of its own for the end."""
-        if delta.text:
-            yield self._chunk(index, {"content": delta.text})
+        if delta.text or delta.logprobs:
+            yield self._chunk(index, {"content": delta.text}) | {"logprobs": chat_logprobs(delta.logprobs or None)}
         if delta.finish_reason is not None:
             yield self._chunk(index, {}) | _end(delta)
 
     def choice(self, index: int, text: str, last: TextDelta) -> Json:
-        """One choice of a whole answer; `last` is the delta that ended it."""
+        """One choice of a whole answer; `last` is the delta that ended it, with all logprobs."""
         message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": None} | _end(last)
+        return {"index": index, "message": message, "logprobs": chat_logprobs(last.logprobs)} | _end(last)
+
+    def add_prompt_logprobs(self, body: Json, prompts: list[list[TokenLogprobs]]) -> None:
+        """Those of the prompt, as each choice has them."""
+        body["prompt_logprobs"] = prompt_logprobs(prompts[0])
 
     def _chunk(self, index: int, delta: Json) -> Json:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
@@ -51,11 +56,17 @@ class CompletionShape:
 
     def chunks(self, index: int, delta: TextDelta) -> Iterator[Json]:
         """One chunk; the end comes with the last text."""
-        yield {"index": index, "text": delta.text, "logprobs": None} | _end(delta)
+        logprobs = completion_logprobs(delta.logprobs or None)
+        yield {"index": index, "text": delta.text, "logprobs": logprobs} | _end(delta)
 
     def choice(self, index: int, text: str, last: TextDelta) -> Json:
         """One choice of a whole answer."""
-        return {"index": index, "text": text, "logprobs": None} | _end(last)
+        return {"index": index, "text": text, "logprobs": completion_logprobs(last.logprobs)} | _end(last)
+
+    def add_prompt_logprobs(self, body: Json, prompts: list[list[TokenLogprobs]]) -> None:
+        """Those of each choice's prompt."""
+        for choice, entries in zip(body["choices"], prompts, strict=True):
+            choice["prompt_logprobs"] = prompt_logprobs(entries)
 
 
 Shape = ChatShape | CompletionShape

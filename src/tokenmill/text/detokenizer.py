@@ -134,17 +134,24 @@ class StopScanner:
         return held
 
 
+def make_decoder(tokenizer: Tokenizer, hidden: frozenset[int], context: Sequence[int]) -> ByteDecoder | WindowDecoder:
+    """The decoder for a vocabulary; ids in `hidden` are no text."""
+    if tokenizer.token_bytes is None:
+        return WindowDecoder(tokenizer, hidden, context)
+    return ByteDecoder(tokenizer.token_bytes, hidden, context)
+
+
 class TextStream:
-    """The text of one request, with its stop strings. `completion_tokens` counts up to the text's end."""
+    """The text of one request, with its stop strings. `completion_tokens` counts up to the text's end.
+
+    `offsets` tell where in the whole text, an echoed prompt included, the tokens of the last `push` begin, but for a
+    stop token that is left out; `prompt_offsets` where those of an echoed prompt do, if its logprobs are asked for.
+    """
 
     def __init__(self, tokenizer: Tokenizer, options: TextOptions) -> None:
         hidden = tokenizer.special_ids if options.skip_special_tokens else frozenset()
         context = [] if options.echo_ids is not None else unpack_ids(options.prompt_tail)
-        self._decoder: ByteDecoder | WindowDecoder
-        if tokenizer.token_bytes is None:
-            self._decoder = WindowDecoder(tokenizer, hidden, context)
-        else:
-            self._decoder = ByteDecoder(tokenizer.token_bytes, hidden, context)
+        self._decoder = make_decoder(tokenizer, hidden, context)
         self._scanner = StopScanner(options.stop, options.include_stop)
         self._min_tokens = options.min_tokens
         self._include_stop = options.include_stop
@@ -153,19 +160,30 @@ class TextStream:
             self._echo = "".join(map(self._decoder.push, unpack_ids(options.echo_ids)))
             self._echo = self._echo.removeprefix(" " if tokenizer.strips_first_space else "")
         self.completion_tokens = 0
+        self.offsets: list[int] = []
+        self._length = len(self._echo)
+        self.prompt_offsets: list[int] = []
+        length = -tokenizer.strips_first_space
+        decoder = make_decoder(tokenizer, hidden, ())
+        for token_id in unpack_ids(options.prompt_ids):
+            self.prompt_offsets.append(min(max(length, 0), self._length))
+            length += len(decoder.push(token_id))
 
     def push(self, token_ids: Sequence[int], ends_with_stop_token: bool = False) -> tuple[str, str | None]:
         """New text, and the stop string that ended it, if any. `completion_tokens` is where it ended.
 
         A stop token's own text is left out unless stops are to be included.
         """
-        shown, self._echo = [self._echo], ""
+        shown, self._echo, self.offsets = [self._echo], "", []
         last = len(token_ids) - 1
         for index, token_id in enumerate(token_ids):
             self.completion_tokens += 1
             if ends_with_stop_token and index == last and not self._include_stop:
                 break
-            text, stop = self._scan(self._decoder.push(token_id))
+            decoded = self._decoder.push(token_id)
+            self.offsets.append(self._length)
+            self._length += len(decoded)
+            text, stop = self._scan(decoded)
             shown.append(text)
             if stop is not None:
                 return "".join(shown), stop

@@ -22,6 +22,7 @@ SAMPLING_KEYS = {
     "top_k": "general.sampling.top_k",
     "top_p": "general.sampling.top_p",
     "min_p": "general.sampling.min_p",
+    "repetition_penalty": "general.sampling.penalty_repeat",
 }
 TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|>")
 

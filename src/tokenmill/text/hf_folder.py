@@ -14,7 +14,7 @@ from tokenmill.text.vocabulary import Vocabulary
 from tokenmill.types import MAX_INT32
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-SAMPLING_NAMES = ("temperature", "top_k", "top_p", "min_p")
+SAMPLING_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def load_folder_vocabulary(path: Path) -> Vocabulary:

@@ -21,9 +21,10 @@ from tokenmill.procs import Report
 from tokenmill.text.chat import encode_chat
 from tokenmill.text.chat_template import ChatTemplate
 from tokenmill.text.detokenizer import TextStream
+from tokenmill.text.logprobs import LogprobStream, PromptLogprobs
 from tokenmill.text.settings import TextSettings
 from tokenmill.text.tokenizer import Tokenizer
-from tokenmill.types import FinishReason, SamplingParams
+from tokenmill.types import FinishReason, SamplingParams, TokenLogprobs
 from tokenmill.wire import messages as wire
 from tokenmill.wire.channel import PullChannel, PushChannel, Receiver, Sender, address
 from tokenmill.wire.messages import ToDetokenizer, ToScheduler, ToServer, ToTokenizer
@@ -132,7 +133,17 @@ class TokenizerStage:
         params = self._with_bad_ids(params, limits.vocab_size)
         if len(job.uids) != params.n:
             raise InvalidRequest(f"n is {params.n}, but {len(job.uids)} choices were asked for", "n")
+        _check_logprobs(params, limits.vocab_size)
         max_tokens = _max_tokens(params, len(token_ids), limits.max_model_len, "messages" if job.chat else "prompt")
+        is_prompt_only = max_tokens == 0
+        if is_prompt_only:
+            if not job.echo and params.prompt_logprobs is None:
+                raise InvalidRequest(
+                    "max_tokens is 0 and nothing is asked of the prompt: ask for a token", "max_tokens"
+                )
+            # The token that a prompt's last step draws is dropped: nothing may depend on it.
+            changes = {"max_tokens": 1, "min_tokens": 0, "stop_token_ids": (), "logprobs": None, "ignore_eos": True}
+            params, max_tokens = msgspec.structs.replace(params, **changes), 1
         packed = wire.pack_ids(token_ids)
         options = wire.TextOptions(
             stop=list(params.stop_strings),
@@ -142,6 +153,10 @@ class TokenizerStage:
             prompt_tail=wire.pack_ids(token_ids[-PROMPT_TAIL:]),
             echo_text=job.text if job.echo else None,
             echo_ids=packed if job.echo and job.text is None else None,
+            logprobs=params.logprobs,
+            prompt_logprobs=params.prompt_logprobs,
+            prompt_ids=b"" if params.prompt_logprobs is None else packed,
+            is_prompt_only=is_prompt_only,
         )
         return [
             wire.GenerateJob(
@@ -190,6 +205,12 @@ def _check_ids(token_ids: Any, vocab_size: int, param: str) -> None:
         raise InvalidRequest(f"{param} holds the token id {wrong}; ids are from 0 to {vocab_size - 1}", param)
 
 
+def _check_logprobs(params: SamplingParams, vocab_size: int) -> None:
+    for name in ("logprobs", "prompt_logprobs"):
+        if (getattr(params, name) or 0) > vocab_size:
+            raise InvalidRequest(f"{name} must be at most the model's {vocab_size} tokens", name)
+
+
 def _max_tokens(params: SamplingParams, prompt_tokens: int, max_model_len: int, prompt_param: str) -> int:
     """`max_tokens`, or what the context leaves; raises RequestTooLong when it leaves too little."""
     limit = f"This model's maximum context length is {max_model_len} tokens. However, you requested"
@@ -215,6 +236,10 @@ class _OpenRequest:
     """A request whose text is being sent."""
 
     stream: TextStream
+    is_prompt_only: bool
+    logprobs: LogprobStream | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    num_sent: int = 0  # characters
     cached_tokens: int | None = None
     queued: int = 0
     began: int = 0
@@ -233,6 +258,35 @@ class _OpenRequest:
     def timings(self, now: int) -> wire.Timings:
         """When what happened; `now` for what did not."""
         return wire.Timings(*(time or now for time in (self.queued, self.began, self.first, self.last)))
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, options: wire.TextOptions) -> _OpenRequest:
+        stream = TextStream(tokenizer, options)
+        request = cls(stream, options.is_prompt_only)
+        if options.logprobs is not None:
+            request.logprobs = LogprobStream(tokenizer, options.logprobs)
+        if options.prompt_logprobs is not None:
+            ids = wire.unpack_ids(options.prompt_ids)
+            request.prompt_logprobs = PromptLogprobs(tokenizer, options.prompt_logprobs, ids, stream.prompt_offsets)
+        return request
+
+    def take_logprobs(
+        self, token_ids: list[int], records: bytes, num_new: int, is_whole: bool
+    ) -> list[TokenLogprobs] | None:
+        """Take in new records; those that go with `num_new` more characters, or all if the text ended as it is."""
+        self.num_sent += num_new
+        if self.logprobs is None:
+            return None
+        if records:
+            self.logprobs.push(token_ids, self.stream.offsets, records)
+        return self.logprobs.release(None if is_whole else self.num_sent)
+
+    def take_prompt_logprobs(self, first: int, records: bytes) -> list[TokenLogprobs] | None:
+        """Take in new records; what is new of the prompt."""
+        if self.prompt_logprobs is None:
+            return None
+        self.prompt_logprobs.push(first, records)
+        return self.prompt_logprobs.take()
 
 
 class DetokenizerStage:
@@ -256,13 +310,13 @@ class DetokenizerStage:
         accepted = frozenset(message.accepted)
         rows = _rows(message)
         deltas, aborts = [], []
-        for uid in dict.fromkeys([*message.accepted, *cached, *rows, *finishes]):
+        for uid in dict.fromkeys([*message.accepted, *cached, *message.prompt_logprobs, *rows, *finishes]):
             finish = finishes.get(uid)
             token_ids = rows.get(uid, [])
             if request := self._open.get(uid):
                 request.note(message.now, began.get(uid, 0), accepted=uid in accepted, has_tokens=bool(token_ids))
             try:
-                delta = self._delta(uid, token_ids, cached.get(uid), finish, uid in accepted, message.now)
+                delta = self._delta(uid, token_ids, cached.get(uid), finish, uid in accepted, message)
             except Exception:
                 delta = self._failed(uid)
             if delta is None:
@@ -276,7 +330,7 @@ class DetokenizerStage:
 
     def _open_text(self, message: wire.OpenText) -> tuple[wire.TextBatch | None, list[int]]:
         try:
-            self._open[message.uid] = _OpenRequest(TextStream(self._tokenizer, message.options))
+            self._open[message.uid] = _OpenRequest.of(self._tokenizer, message.options)
         except Exception:
             return wire.TextBatch([self._failed(message.uid)]), [message.uid]
         return None, []
@@ -293,7 +347,7 @@ class DetokenizerStage:
         cached: int | None,
         finish: wire.Finish | None,
         accepted: bool,
-        now: int,
+        batch: wire.TokenBatch,
     ) -> wire.TextDelta | None:
         request = self._open.get(uid)
         if request is None:
@@ -302,11 +356,14 @@ class DetokenizerStage:
         if request.cached_tokens is None:  # a request that was retracted is admitted again, with its own tokens cached
             request.cached_tokens = cached
         before = stream.completion_tokens
-        text, stop = stream.push(token_ids, ends_with_stop_token=finish is not None and finish.is_stop_token)
+        text, stop = "", None
+        if token_ids and not request.is_prompt_only:
+            text, stop = stream.push(token_ids, ends_with_stop_token=finish is not None and finish.is_stop_token)
         if finish is not None and stop is None:
             rest, stop = stream.finish()
             text += rest
         reason = FinishReason.STOP if stop is not None else finish.reason if finish else None
+        ends = finish is not None and stop is None
         return wire.TextDelta(
             uid=uid,
             text=text,
@@ -317,7 +374,9 @@ class DetokenizerStage:
             finish_reason=reason,
             stop_reason=stop if stop is not None else finish.stop_token if finish else None,
             error=finish.error if finish and stop is None else None,
-            timings=None if reason is None else request.timings(now),
+            timings=None if reason is None else request.timings(batch.now),
+            logprobs=request.take_logprobs(token_ids, batch.logprobs.get(uid, b""), len(text), ends),
+            prompt_logprobs=request.take_prompt_logprobs(*batch.prompt_logprobs.get(uid, (1, b""))),
         )
 
 

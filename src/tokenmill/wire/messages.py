@@ -22,7 +22,7 @@ from typing import Any, Literal
 import msgspec
 
 from tokenmill.errors import Overloaded, TokenmillError
-from tokenmill.types import FinishReason, SamplingParams, Scheduling
+from tokenmill.types import FinishReason, SamplingParams, Scheduling, TokenLogprobs
 
 CacheVerb = Literal["stats", "probe", "pin", "unpin", "flush", "tree"]
 
@@ -92,7 +92,8 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What the detokenizer must know of a request.
 
     `prompt_tail` are the prompt's last few ids as context for the first token (int32 bytes). With `echo_text`
-    or `echo_ids` the prompt is put before the output; stop strings do not look at it.
+    or `echo_ids` the prompt is put before the output; stop strings do not look at it. `logprobs` and `prompt_logprobs`
+    are as in SamplingParams, and `prompt_ids` what the latter are of. With `is_prompt_only` no output is shown.
     """
 
     stop: list[str] = []
@@ -102,6 +103,10 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tail: bytes = b""
     echo_text: str | None = None
     echo_ids: bytes | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    prompt_ids: bytes = b""
+    is_prompt_only: bool = False
 
 
 class GenerateJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -250,6 +255,8 @@ class TokenBatch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     that entered the queue. `admitted` are (uid, cached tokens), sent with or before the request's first token, as
     `began` is: (uid, when its first step was planned). `now` is when this was sent.
     `finished` applies after the rows. A finishing stop token is in the rows; `Finish.is_stop_token` says so.
+    `logprobs` are records of a request's new ids, `prompt_logprobs` of its prompt's from a position on: int32 bytes, a
+    token's logprob (as float32's bits) and rank, then id and logprob of as many of the likeliest as it asked for.
     """
 
     uids: list[int] = []
@@ -260,6 +267,8 @@ class TokenBatch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     began: list[tuple[int, int]] = []
     now: int = 0
     finished: list[Finish] = []
+    logprobs: dict[int, bytes] = {}
+    prompt_logprobs: dict[int, tuple[int, bytes]] = {}
 
 
 class TextDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -267,6 +276,7 @@ class TextDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `completion_tokens` is the total up to the end of `text`. `stop_reason` is the stop string or id that matched.
     `token_ids` are the ids of this delta (int32 bytes), without those after a stop string. `timings` come with the end.
+    `logprobs`, where asked for, come with the text that their tokens begin, those of the prompt before any text.
     """
 
     uid: int
@@ -279,6 +289,8 @@ class TextDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stop_reason: str | int | None = None
     error: ErrorInfo | None = None
     timings: Timings | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 class TextBatch(msgspec.Struct, frozen=True, tag=True):

@@ -101,9 +101,9 @@ class Core:
         outcome = self.scheduler.commit(plan, result)
         if self.scheduler.config.debug_checks:
             self.scheduler.check()
-        if outcome.tokens or outcome.admitted or outcome.finished:
+        if outcome.tokens or outcome.admitted or outcome.finished or result.prompt_logprobs:
             began, self._began = self._began, []
-            self._detokenizer.send(_columns(outcome, began))
+            self._detokenizer.send(_columns(outcome, result, began))
         if self._twin is not None:
             self._twin.deliver(plan, result)
 
@@ -170,7 +170,8 @@ class Core:
         )
 
 
-def _columns(outcome: Outcome, began: list[tuple[int, int]]) -> wire.TokenBatch:
+def _columns(outcome: Outcome, result: StepResult, began: list[tuple[int, int]]) -> wire.TokenBatch:
+    logprobs = result.logprobs
     return wire.TokenBatch(
         uids=[uid for uid, _ in outcome.tokens],
         counts=[1] * len(outcome.tokens),
@@ -179,6 +180,8 @@ def _columns(outcome: Outcome, began: list[tuple[int, int]]) -> wire.TokenBatch:
         began=began,
         now=milliseconds(),
         finished=_finishes(outcome.finished),
+        logprobs={uid: logprobs[uid] for uid, _ in outcome.tokens if uid in logprobs} if logprobs else {},
+        prompt_logprobs=dict(result.prompt_logprobs),
     )
 
 

@@ -1,0 +1,32 @@
+"""What the model finds likely, before anything changes its logits; as numbers that travel with the ids drawn."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LEAST = -9999.0  # OpenAI's number for what cannot be; JSON knows no infinity
+
+
+def record_width(top: int) -> int:
+    """Numbers for one place: a token's logprob and rank, then id and logprob of each of the likeliest."""
+    return 2 + 2 * top
+
+
+def logprob_records(logits: Tensor, tokens: Tensor, top: int) -> Tensor:
+    """Log-probabilities of given tokens, and of the likeliest ones.
+
+    Args:
+        logits: [rows, vocab].
+        tokens: [rows] int64.
+        top: how many of the likeliest, at most the vocabulary.
+
+    Returns:
+        [rows, record_width(top)] int32; logprobs are the bits of float32.
+    """
+    logprobs = logits.float().log_softmax(-1).clamp_(min=LEAST)
+    own = logprobs.gather(1, tokens.unsqueeze(1))  # [rows, 1]
+    rank = (logprobs > own).sum(-1, keepdim=True, dtype=torch.int32) + 1
+    values, ids = logprobs.topk(top)
+    pairs = torch.stack((ids.int(), values.contiguous().view(torch.int32)), -1).flatten(1)
+    return torch.cat((own.view(torch.int32), rank, pairs), 1)
