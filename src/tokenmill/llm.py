@@ -21,9 +21,10 @@ from tokenmill.errors import ConfigError, InvalidRequest, TokenmillError, Unsupp
 from tokenmill.hub import resolve_model
 from tokenmill.parallel.group import Group
 from tokenmill.procs import interrupts_held
+from tokenmill.text.detokenizer_stage import DetokenizerStage
 from tokenmill.text.messages import check_messages
 from tokenmill.text.tokenizer import Tokenizer
-from tokenmill.text.worker import DetokenizerStage, TokenizerStage, load_template
+from tokenmill.text.worker import TokenizerStage, load_template
 from tokenmill.trace import Tracer
 from tokenmill.types import FinishReason, SamplingParams, Scheduling, TokenLogprobs, Usage, deadline_from
 from tokenmill.wire import messages as wire

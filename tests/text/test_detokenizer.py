@@ -63,7 +63,7 @@ def test_any_split_gives_the_whole_text(byte_tokenizer: Tokenizer, piece_tokeniz
     stream = TextStream(tokenizer, TextOptions(skip_special_tokens=skip))
     text, stop, _ = stream_text(stream, chunks(ids, cuts))
     assert stop is None
-    assert text.removeprefix(" ") == tokenizer.decode(ids, skip).removeprefix(" ")
+    assert text.removeprefix(" " if tokenizer.strips_first_space else "") == tokenizer.decode(ids, skip)
     assert stream.completion_tokens == len(ids)
     echo = TextStream(tokenizer, TextOptions(skip_special_tokens=skip, echo_ids=pack_ids(ids[:5])))
     assert stream_text(echo, chunks(ids[5:], cuts))[0] == tokenizer.decode(ids, skip)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from tokenmill.text.detokenizer_stage import DetokenizerStage
 from tokenmill.text.logprobs import LogprobStream, PromptLogprobs
 from tokenmill.text.tokenizer import Tokenizer
-from tokenmill.text.worker import DetokenizerStage
 from tokenmill.types import FinishReason
 from tokenmill.wire.messages import Finish, OpenText, TextDelta, TextOptions, TokenBatch, pack_ids
 

@@ -17,9 +17,10 @@ from tokenmill.errors import ConfigError, ModelUnreadable, StartFailed
 from tokenmill.procs import ProcessPlan, Supervisor
 from tokenmill.text.chat_template import ChatTemplate
 from tokenmill.text.detokenizer import TextStream
+from tokenmill.text.detokenizer_stage import DetokenizerStage
 from tokenmill.text.settings import TextSettings
 from tokenmill.text.tokenizer import Tokenizer
-from tokenmill.text.worker import DetokenizerStage, TokenizerStage, detokenizer_loop, load_template, tokenizer_loop
+from tokenmill.text.worker import TokenizerStage, detokenizer_loop, load_template, tokenizer_loop
 from tokenmill.types import FinishReason, SamplingParams, Scheduling
 from tokenmill.wire.channel import MemoryChannel, PullChannel, PushChannel, address
 from tokenmill.wire.messages import (
