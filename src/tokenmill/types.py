@@ -249,7 +249,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 def _check_ids(name: str, ids: object, most: int) -> None:
-    if isinstance(ids, str | bytes) or not isinstance(ids, Sequence):
+    if not isinstance(ids, list | tuple):
         raise InvalidRequest(f"{name} must be a list of token ids", name)
     _at_most(name, ids, most, "ids")
     for token in ids:

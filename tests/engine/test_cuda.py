@@ -144,6 +144,35 @@ def test_launching_a_steady_step_waits_for_nothing(ready):
         assert generate(ready, steady) == expected
 
 
+def test_logprobs_and_penalties_are_the_cpus_and_launching_waits_for_neither(tiny, ready):
+    options = {
+        "temperature": 0,
+        "max_tokens": 20,
+        "ignore_eos": True,
+        "logprobs": 3,
+        "allowed_token_ids": range(4, 250),
+    }
+    penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2}
+    params = SamplingParams(
+        bad_words=[[9, 9], [8]], allowed_token_ids=[*range(4, 250)], prompt_logprobs=2, **options, **penalties
+    )
+    with LLM(tiny, device="cpu", dtype="float32") as llm:
+        expected = llm.generate(PROMPTS, params, progress=False)
+    found = ready.generate(PROMPTS, params, progress=False)
+    with no_waiting():
+        assert ready.generate(PROMPTS, params, progress=False)[0].choices[0].token_ids == found[0].choices[0].token_ids
+    for ours, theirs in zip(found, expected, strict=True):
+        (choice,), (truth,) = ours.choices, theirs.choices
+        assert choice.token_ids == truth.token_ids
+        for entries, true in ((choice.logprobs, truth.logprobs), (ours.prompt_logprobs, theirs.prompt_logprobs)):
+            assert len(entries) == len(true)
+            assert logprobs_of(entries) == pytest.approx(logprobs_of(true), abs=1e-3)
+
+
+def logprobs_of(entries):
+    return [its.logprob for entry in entries for its in (entry.token, *entry.top) if its.logprob is not None]
+
+
 @pytest.mark.parametrize(("tiny", "page_size"), [("LlamaForCausalLM", 1), ("Qwen3ForCausalLM", 16)], indirect=["tiny"])
 def test_bfloat16_logits_are_near_those_of_float32(tiny, page_size):
     found = {}

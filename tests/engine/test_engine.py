@@ -33,7 +33,7 @@ PARAMS = (
     SamplingParams(temperature=0, logit_bias={5: 8.0}, min_tokens=3),
     SamplingParams(temperature=0, repetition_penalty=1.5, presence_penalty=0.7),
     SamplingParams(temperature=0.9, seed=3, frequency_penalty=1.5, bad_words=[[5, 5], [7], [8, 9, 10]]),
-    SamplingParams(temperature=0.9, seed=4, top_p=0.8, allowed_token_ids=range(20, 60)),
+    SamplingParams(temperature=0.9, seed=4, top_p=0.8, allowed_token_ids=[*range(20, 60)]),
 )
 
 
