@@ -393,7 +393,7 @@ def _prompt_fields(prompt: Any, template: Mapping[str, Any]) -> dict[str, Any]:
             raise InvalidRequest(words, "prompt") from None
     if not prompt or not all(isinstance(message, Mapping) for message in prompt):
         raise InvalidRequest("a prompt must be a text, a list of token ids, or a list of chat messages", "prompt")
-    messages = check_messages([dict(message) for message in prompt], with_tools=True)
+    messages = check_messages([dict(message) for message in prompt])
     named = {"tools", "add_generation_prompt", "continue_final_message"}
     known = {name: value for name, value in template.items() if name in named}
     if known.get("continue_final_message"):

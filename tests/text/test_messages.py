@@ -73,8 +73,8 @@ def test_wrong_messages_are_refused_with_their_place(messages: Any, param: str) 
             {"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {}}]},
             "messages[0].content[0].cac",
         ),
-        ({"role": "tool", "content": "x", "tool_call_id": "1"}, "messages[0].role"),
-        ({"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}, "messages[0].tool_calls"),
+        ({"role": "user", "content": "x", "tool_call_id": "1"}, "messages[0].tool_call_id"),
+        ({"role": "user", "content": "x", "tool_calls": [{"id": "1"}]}, "messages[0].tool_calls"),
         ({"role": "user", "content": "x", "weight": 1}, "messages[0].weight"),
     ],
 )
@@ -84,19 +84,20 @@ def test_what_is_not_honoured_is_refused_with_its_place(message: dict[str, Any],
     assert (caught.value.param or "").startswith(param)
 
 
-def test_tools_are_passed_on_where_they_are_known() -> None:
+def test_calls_and_their_results_are_passed_on() -> None:
     function = {"name": "f", "arguments": '{"x": "\\u00e9"}'}
     messages = [
         {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": function}], "refusal": None},
         {"role": "tool", "content": "3", "tool_call_id": "1"},
+        {"role": "assistant", "content": "x", "reasoning_content": "y"},
     ]
-    assert check_messages(messages, with_tools=True) == [
+    assert check_messages(messages) == [
         {
             "role": "assistant",
             "content": "",
-            "tool_calls": [{"id": "1", "function": {**function, "arguments": {"x": "é"}}}],
+            "tool_calls": [{"id": "1", "type": "function", "function": {**function, "arguments": {"x": "é"}}}],
         },
-        messages[1],
+        *messages[1:],
     ]
     assert function["arguments"] == '{"x": "\\u00e9"}'
 
@@ -104,19 +105,31 @@ def test_tools_are_passed_on_where_they_are_known() -> None:
 @pytest.mark.parametrize(
     ("message", "param", "words"),
     [
-        ({"role": 5, "content": "x"}, "messages[0].role", "role"),
+        ({"role": "function", "content": "x"}, "messages[0].role", "one of"),
         ({"role": "user", "content": None}, "messages[0].content", "must be a string"),
+        ({"role": "assistant", "content": None, "tool_calls": []}, "messages[0].content", "must be a string"),
         ({"role": "assistant", "tool_calls": "x"}, "messages[0].tool_calls", "must be a list"),
-        ({"role": "assistant", "tool_calls": ["x"]}, "messages[0].tool_calls", "of objects"),
-        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "messages[0].tool_calls", "function"),
+        ({"role": "assistant", "tool_calls": ["x"]}, "messages[0].tool_calls[0]", "with a function"),
+        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "messages[0].tool_calls[0]", "with a function"),
+        ({"role": "tool", "content": "x", "tool_call_id": 5}, "messages[0].tool_call_id", "must be a string"),
         (
-            {"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]},
-            "messages[0].tool_calls",
+            {"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]},
+            "messages[0].tool_calls[0].function.name",
+            "must be a string",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+            "messages[0].tool_calls[0].function.arguments",
             "valid JSON",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]},
+            "messages[0].tool_calls[0].function.arguments",
+            "JSON object",
         ),
     ],
 )
 def test_wrong_tool_calls_are_refused_with_their_place(message: dict[str, Any], param: str, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words) as caught:
-        check_messages([message], with_tools=True)
+        check_messages([message])
     assert caught.value.param == param

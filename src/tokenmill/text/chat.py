@@ -15,7 +15,7 @@ from tokenmill.text.chat_template import ChatTemplate
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.wire.messages import ChatPrompt
 
-UNTRUSTED_ROLES = frozenset({"user", "tool", "function"})
+UNTRUSTED_ROLES = frozenset({"user", "tool"})
 PRIVATE_USE = range(0xF0000, 0xFFFFE)
 
 

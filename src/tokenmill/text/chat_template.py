@@ -14,11 +14,14 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from msgspec.structs import replace
 
 from tokenmill.errors import InvalidRequest, ModelUnreadable
+from tokenmill.text.plain_tools import in_plain_words
 from tokenmill.wire.messages import ChatPrompt
 
 PROBE = "tokenmill probe"
+PROBE_FUNCTION = {"name": PROBE, "description": "", "parameters": {"type": "object", "properties": {}}}
 END_MARK = "\U0010fff0"
 OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 
@@ -39,10 +42,12 @@ class ChatTemplate:
             raise ModelUnreadable(
                 f"the chat template is not valid jinja2, line {line}: {error}. Give another with --chat-template"
             ) from error
+        self.source = source
         self._special_tokens = dict(special_tokens or {})
         self._knows_developer = "developer" in source
         self.takes_text = self._shows_probe(PROBE)
         self.takes_parts = self._shows_probe([{"type": "text", "text": PROBE}])
+        self.takes_tools = self._shows_tools()
 
     def render(self, prompt: ChatPrompt) -> str:
         """The text of the prompt, whose messages are those of `check_messages`.
@@ -52,7 +57,11 @@ class ChatTemplate:
         if reserved := OWN_VARIABLES & prompt.template_kwargs.keys():
             names = ", ".join(sorted(reserved))
             raise InvalidRequest(f"{names} cannot be set in chat_template_kwargs", "chat_template_kwargs")
-        messages = list(map(self._shown, prompt.messages))
+        given, tools = prompt.messages, prompt.tools or ()
+        has_calls = any(message["role"] == "tool" or "tool_calls" in message for message in given)
+        if not self.takes_tools and (tools or has_calls):
+            given, prompt = in_plain_words(given, tools), replace(prompt, tools=None)
+        messages = list(map(self._shown, given))
         if not prompt.continue_final_message:
             return self._render(messages, prompt, prompt.add_generation_prompt)
         if prompt.add_generation_prompt:
@@ -110,6 +119,14 @@ class ChatTemplate:
         except InvalidRequest:
             return False
         return PROBE in text and "'type'" not in text and '"type"' not in text
+
+    def _shows_tools(self) -> bool:
+        message = self._shown({"role": "user", "content": ""})
+        prompt = ChatPrompt(messages=[], tools=[{"type": "function", "function": PROBE_FUNCTION}])
+        try:
+            return PROBE in self._render([message], prompt, add_generation_prompt=True)
+        except InvalidRequest:
+            return False
 
 
 class _Generation(Extension):

@@ -2,51 +2,57 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from typing import Any
+
+import msgspec
 
 from tokenmill.errors import InvalidRequest, UnsupportedField
 
-ROLES = ("system", "developer", "user", "assistant")
-TOOL_ROLES = ("tool", "function")
+# The fields of a role's messages, beside role and content, with the JSON type of each.
+ROLES: Mapping[str, Mapping[str, type[Any]]] = {
+    "system": {"name": str},
+    "developer": {"name": str},
+    "user": {"name": str},
+    "assistant": {"name": str, "tool_calls": list, "reasoning_content": str},
+    "tool": {"name": str, "tool_call_id": str},
+}
 # What clients send back of an earlier answer; without a value these say nothing.
 ANSWER_FIELDS = ("refusal", "tool_calls", "function_call", "audio", "annotations", "reasoning_content", "tool_call_id")
+KINDS: Mapping[type[Any], str] = {str: "a string", list: "a list"}
 
 
-def check_messages(raw: Any, *, with_tools: bool = False) -> list[dict[str, Any]]:
-    """Messages with role, content (a string or a list of text parts) and perhaps name, in new dicts.
+def check_messages(raw: Any) -> list[dict[str, Any]]:
+    """Messages with role, content (a string or a list of text parts) and what else their roles have, in new dicts.
 
-    `with_tools` passes other roles and fields on too, and turns arguments of tool calls into objects: clients send them
-    as JSON text, templates expect objects. Raises InvalidRequest, whose `param` is such as "messages[1].content".
+    Arguments of tool calls become objects: clients send them as JSON text, templates expect objects. Raises
+    InvalidRequest, whose `param` is such as "messages[1].content".
     """
     if raw is None:
         raise InvalidRequest("messages is missing: give a list of messages with role and content", "messages")
     if not isinstance(raw, list) or not raw:
         raise InvalidRequest("messages must be a list of messages that is not empty", "messages")
-    return [_message(f"messages[{index}]", message, with_tools) for index, message in enumerate(raw)]
+    return [_message(f"messages[{index}]", message) for index, message in enumerate(raw)]
 
 
-def _message(where: str, raw: Any, with_tools: bool) -> dict[str, Any]:
+def _message(where: str, raw: Any) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise InvalidRequest(f"{where} must be an object with role and content", where)
     role, content = raw.get("role"), raw.get("content")
-    if role in TOOL_ROLES and not with_tools:
-        raise UnsupportedField(f"{where}.role {role!r} is not supported: tools are not", f"{where}.role")
-    if not isinstance(role, str) or (role not in ROLES and not with_tools):
+    if not isinstance(role, str) or role not in ROLES:
         raise InvalidRequest(f"{where}.role must be one of {', '.join(ROLES)}", f"{where}.role")
-    if content is None and role == "assistant" and with_tools:
+    if content is None and role == "assistant" and raw.get("tool_calls"):
         content = ""
-    message = {"role": role, "content": _content(f"{where}.content", content)}
+    message: dict[str, Any] = {"role": role, "content": _content(f"{where}.content", content)}
     for name, value in raw.items():
         place = f"{where}.{name[:80]}"
-        if name in message or (name in ANSWER_FIELDS and not value):
+        if name in message or value is None or (name in ANSWER_FIELDS and not value):
             continue
-        if name != "name" and not with_tools:
+        if name not in ROLES[role]:
             raise UnsupportedField(f"{place} is not supported: leave it out", place)
-        if name == "name" and not isinstance(value, str | None):
-            raise InvalidRequest(f"{place} must be a string", place)
-        if value is not None:
-            message[name] = _tool_calls(place, value) if name == "tool_calls" else value
+        if not isinstance(value, ROLES[role][name]):
+            raise InvalidRequest(f"{place} must be {KINDS[ROLES[role][name]]}", place)
+        message[name] = _tool_calls(place, value) if name == "tool_calls" else value
     return message
 
 
@@ -70,19 +76,28 @@ def _part(where: str, raw: Any) -> dict[str, str]:
     return {"type": "text", "text": raw["text"]}
 
 
-def _tool_calls(where: str, raw: Any) -> list[dict[str, Any]]:
-    if not isinstance(raw, list) or not all(isinstance(call, dict) for call in raw):
-        raise InvalidRequest(f"{where} must be a list of objects", where)
+def _tool_calls(where: str, raw: list[Any]) -> list[dict[str, Any]]:
     calls = []
     for index, call in enumerate(raw):
-        function = call.get("function")
-        if not isinstance(function, dict):
-            raise InvalidRequest(f"{where}[{index}] must be an object with a function", where)
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments or "{}")
-            except (ValueError, RecursionError) as error:
-                raise InvalidRequest(f"{where}[{index}].function.arguments is not valid JSON", where) from error
-        calls.append({**call, "function": {**function, "arguments": arguments}})
+        place = f"{where}[{index}]"
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or call.get("type", "function") != "function":
+            raise InvalidRequest(f'{place} must be an object of type "function" with a function', place)
+        if not isinstance(function.get("name"), str):
+            raise InvalidRequest(f"{place}.function.name must be a string", f"{place}.function.name")
+        kept = {"type": "function", "function": {**function, "arguments": _arguments(place, function)}}
+        calls.append({**call, **kept})
     return calls
+
+
+def _arguments(where: str, function: dict[str, Any]) -> dict[str, Any]:
+    place = f"{where}.function.arguments"
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = msgspec.json.decode(arguments or "{}")
+        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
+            raise InvalidRequest(f"{place} is not valid JSON: {error}", place) from None
+    if not isinstance(arguments or {}, dict):
+        raise InvalidRequest(f"{place} must be the text of a JSON object", place)
+    return arguments or {}

@@ -1,0 +1,390 @@
+"""Text of a model, as it comes, to thoughts, content and tool calls.
+
+Letters go one by one through a generator that reads as if it had them all. What may be a call is held back until its
+name is known and its arguments begin; if it turns out to be none, it is content. From there on arguments are handed on
+as they come.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Generator
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from tokenmill.text.dialect import Dialect, Tags, ToolStyle
+
+MAX_DEPTH = 64
+MAX_NAME = 256
+SPACE = " \t\r\n"
+ESCAPES = '"\\/bfnrt'
+SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?")
+SCALAR_LETTERS = frozenset("+-.0123456789Eaeflnrstu")
+HEX = frozenset("0123456789abcdefABCDEF")
+ARGUMENTS = ("arguments", "parameters")
+ARGS_MARK = "[ARGS]"
+
+Kind = Literal["content", "reasoning", "call", "arguments"]
+Letters = Generator[None, str, str]
+
+
+@dataclass(slots=True)
+class Part:
+    """A piece of an answer. `text` is a call's name in the part that opens it; `index` counts calls."""
+
+    kind: Kind
+    text: str
+    index: int = 0
+
+
+class _Broken(Exception):
+    """What began like a call is none."""
+
+
+class ThoughtReader:
+    """Splits off the thoughts at the beginning, without space at their borders. The prompt may have begun them."""
+
+    def __init__(self, tags: Tags, is_thinking: bool) -> None:
+        self._tags = tags
+        self._state = "inside" if is_thinking else "before"
+        self._held = ""
+
+    def push(self, text: str) -> list[Part]:
+        """What is certain."""
+        parts: list[Part] = []
+        self._held += text
+        if self._state == "before":
+            bare = self._held.lstrip()
+            if bare.startswith(self._tags.start):
+                self._state, self._held = "inside", bare[len(self._tags.start) :]
+            elif not self._tags.start.startswith(bare):
+                self._state = "after"
+        if self._state in ("inside", "thinking"):
+            thought, tag, rest = self._held.partition(self._tags.end)
+            shown = thought.rstrip() if tag else _certain(thought, self._tags.end)
+            self._held = rest if tag else thought[len(shown) :]
+            if self._state == "inside":
+                shown = shown.lstrip()
+                self._state = "thinking" if shown else "inside"
+            parts += [Part("reasoning", shown)] if shown else []
+            self._state = "between" if tag else self._state
+        if self._state == "between":
+            self._held = self._held.lstrip()
+            self._state = "after" if self._held else "between"
+        if self._state == "after" and self._held:
+            parts.append(Part("content", self._held))
+            self._held = ""
+        return parts
+
+    def finish(self) -> list[Part]:
+        """What was held back."""
+        held, self._held = self._held, ""
+        kind: Kind = "reasoning" if self._state in ("inside", "thinking") else "content"
+        return [Part(kind, held)] if held else []
+
+
+def _certain(text: str, tag: str) -> str:
+    """The text without what may belong to the tag or be space before it."""
+    length = next((size for size in range(min(len(tag), len(text)), 0, -1) if text.endswith(tag[:size])), 0)
+    return text[: len(text) - length].rstrip()
+
+
+class ToolReader:
+    """Splits off calls of the tools of these names.
+
+    `_held` is what will be content if that which is being read turns out to be no call; `_blank` is space after
+    content, shown when more content follows and dropped when a call does.
+    """
+
+    def __init__(self, style: ToolStyle, names: Collection[str]) -> None:
+        self._style = style
+        self._names = names
+        self._parts: list[Part] = []
+        self._blank = self._held = ""
+        self._back = ""  # a letter that was read too far
+        self._at_start = self._in_text = True
+        self._num_calls = 0
+        self._name = ""
+        self._arguments = ""  # those that came before the name
+        self._is_open = self._copies = False
+        self._machine = self._read()
+        next(self._machine)
+
+    def push(self, text: str) -> list[Part]:
+        """What is certain."""
+        tag, waits = self._style.tags.start[:1], bool(self._held or self._back)
+        if self._in_text and not waits and not (self._style.is_bare and self._at_start) and not (tag and tag in text):
+            self._content(text)
+        else:
+            for letter in text:
+                self._machine.send(letter)
+        parts, self._parts = self._parts, []
+        return parts
+
+    def finish(self) -> list[Part]:
+        """What was held back. A call that is cut is shown as far as it came."""
+        self._content("" if self._is_open else self._held)
+        if not self._num_calls:
+            self._add("content", self._blank)
+        self._held = self._blank = ""
+        parts, self._parts = self._parts, []
+        return parts
+
+    def _add(self, kind: Kind, text: str) -> None:
+        if text and self._parts and self._parts[-1].kind == kind != "call":
+            self._parts[-1].text += text
+        elif text:
+            self._parts.append(Part(kind, text, 0 if kind == "content" else self._num_calls - 1))
+
+    def _content(self, text: str) -> None:
+        text = self._blank + text
+        shown = text.rstrip(SPACE)
+        self._blank = text[len(shown) :]
+        self._at_start = self._at_start and not shown
+        self._add("content", shown)
+
+    def _take(self) -> Letters:
+        is_new = not self._back
+        letter = (yield) if is_new else self._back
+        self._back = ""
+        if not (self._copies and self._is_open):
+            self._held += letter
+        if self._copies and is_new:
+            self._argument(letter)
+        return letter
+
+    def _untake(self, letter: str) -> None:
+        self._back = letter
+        if not (self._copies and self._is_open):
+            self._held = self._held[:-1]
+
+    def _next(self) -> Letters:
+        """The next letter that is no space."""
+        while (letter := (yield from self._take())) in SPACE:
+            pass
+        return letter
+
+    def _read(self) -> Letters:
+        while True:
+            self._in_text = True
+            yield from self._text()
+            self._in_text = False
+            try:
+                yield from self._calls()
+            except _Broken:
+                self._back = "" if self._is_open else self._back  # it was handed on with the arguments
+            self._close()
+            self._content(self._held)
+            self._held = ""
+
+    def _text(self) -> Letters:
+        """Content, up to and with a tag, or up to where a call may begin without one."""
+        tag = self._style.tags.start
+        while True:
+            letter = yield from self._take()
+            if self._style.is_bare and self._at_start and self._held == letter and letter in "{[":
+                self._untake(letter)
+                return ""
+            if tag and self._held == tag:
+                return ""
+            if not (tag and tag.startswith(self._held)):
+                held, self._held = self._held, ""
+                if len(held) > 1:  # the last letter may begin the tag
+                    held, self._back = held[:-1], letter
+                self._content(held)
+
+    def _calls(self) -> Letters:
+        """One call or several, with what ends them."""
+        end = self._style.tags.end
+        letter = yield from self._next()
+        if letter == "[" and not end:
+            while letter != "]":
+                yield from self._call((yield from self._next()))
+                if (letter := (yield from self._next())) not in ",]":
+                    raise _Broken
+            self._held = ""
+            return ""
+        while True:
+            yield from self._call(letter)
+            letter = yield from self._next()
+            if end:
+                tail = letter
+                while tail != end:
+                    if not end.startswith(tail):
+                        raise _Broken
+                    tail += yield from self._take()
+                self._held = ""
+                return ""
+            if letter != ";":
+                self._untake(letter)
+                return ""
+            letter = yield from self._next()
+
+    def _call(self, letter: str) -> Letters:
+        if letter == "{":
+            yield from self._call_object()
+        elif self._style.in_list:
+            yield from self._named_call(letter)
+        else:
+            raise _Broken
+        self._arguments = self._arguments or "{}"
+        self._open()
+        return self._close()
+
+    def _call_object(self) -> Letters:
+        """{"name": ..., "arguments": {...}}, in any order and perhaps with more."""
+        letter = ","
+        while letter != "}":
+            yield from self._expect('"')
+            key = yield from self._string()
+            yield from self._expect(":")
+            letter = yield from self._next()
+            if key == "name" and letter == '"':
+                self._name = yield from self._string()
+                if self._arguments:
+                    self._open()
+            elif key in ARGUMENTS:
+                yield from self._call_arguments(letter)
+            else:
+                yield from self._value(letter)
+            letter = yield from self._expect(",}")
+        return ""
+
+    def _named_call(self, head: str) -> Letters:
+        """name[ARGS]{...} or name{...}: Mistral's newer way."""
+        while head[-1] != "{" and len(head) < MAX_NAME:
+            head += yield from self._take()
+        self._name = head[:-1].removesuffix(ARGS_MARK).strip()
+        return (yield from self._call_arguments(head[-1]))
+
+    def _call_arguments(self, letter: str) -> Letters:
+        if letter == '"':  # an object within a string
+            self._arguments = yield from self._string()
+            if not _is_object(self._arguments):
+                raise _Broken
+        elif letter == "{":
+            self._arguments = letter
+        else:
+            raise _Broken
+        if self._name:
+            self._open()
+        if letter == "{":
+            self._copies = True
+            yield from self._value(letter)
+            self._copies = False
+        return ""
+
+    def _open(self) -> None:
+        """Announce the call, with the arguments so far: there is no way back."""
+        if self._name not in self._names:
+            raise _Broken
+        if not self._is_open:
+            self._num_calls += 1
+            self._is_open, self._held, self._blank = True, "", ""
+            self._add("call", self._name)
+            self._add("arguments", self._arguments)
+
+    def _close(self) -> str:
+        if self._is_open:
+            self._held = ""
+        self._is_open = self._copies = False
+        self._name = self._arguments = ""
+        return ""
+
+    def _argument(self, letter: str) -> None:
+        if self._is_open:
+            self._add("arguments", letter)
+        else:
+            self._arguments += letter
+
+    def _expect(self, letters: str) -> Letters:
+        if (letter := (yield from self._next())) not in letters:
+            raise _Broken
+        return letter
+
+    def _string(self) -> Letters:
+        """The text of a string whose first quote was taken."""
+        raw = '"'
+        while True:
+            letter = yield from self._take()
+            raw += letter
+            if letter == '"':
+                return str(json.loads(raw))
+            if letter < " ":
+                raise _Broken
+            if letter == "\\":
+                escape = yield from self._take()
+                raw += escape
+                if escape == "u":
+                    for _ in range(4):
+                        digit = yield from self._take()
+                        raw += digit
+                        if digit not in HEX:
+                            raise _Broken
+                elif escape not in ESCAPES:
+                    raise _Broken
+
+    def _value(self, letter: str, depth: int = 0) -> Letters:
+        """One JSON value whose first letter was taken."""
+        if letter == '"':
+            return (yield from self._string())
+        if letter in "{[":
+            return (yield from self._container("}" if letter == "{" else "]", depth + 1))
+        raw = ""
+        while letter in SCALAR_LETTERS:
+            raw += letter
+            letter = yield from self._take()
+        self._untake(letter)
+        if not SCALAR.fullmatch(raw):
+            raise _Broken
+        return raw
+
+    def _container(self, close: str, depth: int) -> Letters:
+        if depth > MAX_DEPTH:
+            raise _Broken
+        if (letter := (yield from self._next())) == close:
+            return close
+        while True:
+            if close == "}":
+                if letter != '"':
+                    raise _Broken
+                yield from self._string()
+                yield from self._expect(":")
+                letter = yield from self._next()
+            yield from self._value(letter, depth)
+            if (yield from self._expect("," + close)) == close:
+                return close
+            letter = yield from self._next()
+
+
+class AnswerReader:
+    """Text to thoughts, content, and calls of the tools of these names."""
+
+    def __init__(self, dialect: Dialect, names: Collection[str], is_thinking: bool) -> None:
+        self._thoughts = ThoughtReader(dialect.thoughts, is_thinking) if dialect.thoughts else None
+        self._tools = ToolReader(dialect.style, names) if names else None
+
+    def push(self, text: str) -> list[Part]:
+        """What is certain."""
+        return self._read_tools(self._thoughts.push(text) if self._thoughts else [Part("content", text)])
+
+    def finish(self) -> list[Part]:
+        """What was held back."""
+        parts = self._read_tools(self._thoughts.finish() if self._thoughts else [])
+        return parts + self._tools.finish() if self._tools else parts
+
+    def _read_tools(self, parts: list[Part]) -> list[Part]:
+        if self._tools is None:
+            return parts
+        read = [self._tools.push(part.text) if part.kind == "content" else [part] for part in parts]
+        return [part for each in read for part in each]
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(msgspec.json.decode(text), dict)
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+        return False
