@@ -152,6 +152,10 @@ class ServerConfig:
     """Seconds that a connection without a request stays open."""
     sse_keep_alive: float = 15.0
     """Seconds without an event after which a stream gets a comment, so that proxies keep it open; 0 is never."""
+    tool_parser: Literal["auto", "hermes", "llama3_json", "mistral", "json"] = "auto"
+    """How the model writes tool calls; auto is what its chat template shows."""
+    reasoning_parser: Literal["auto", "think", "mistral", "none"] = "auto"
+    """What stands around the model's thoughts: <think>, [THINK], or nothing; auto is what its chat template shows."""
     timings: bool = False
     """Tell in every answer where its time went, as the field `timings` of a request does."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

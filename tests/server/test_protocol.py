@@ -150,8 +150,8 @@ def test_wrong_values_are_refused_by_name(fields: dict[str, Any], param: str) ->
     "fields",
     [
         {"response_format": {"type": "json_object"}},
-        {"tools": [{"type": "function"}]},
-        {"tool_choice": "required"},
+        {"functions": [{"name": "f"}]},
+        {"function_call": {"name": "f"}},
         {"best_of": 2},
         {"suffix": "end"},
         {"store": True},

@@ -18,6 +18,7 @@ from tokenmill.procs import ProcessPlan, Supervisor
 from tokenmill.text.chat_template import ChatTemplate
 from tokenmill.text.detokenizer import TextStream
 from tokenmill.text.detokenizer_stage import DetokenizerStage
+from tokenmill.text.dialect import Dialect
 from tokenmill.text.settings import TextSettings
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.text.worker import TokenizerStage, detokenizer_loop, load_template, tokenizer_loop
@@ -419,7 +420,7 @@ def test_processes_end_to_end(tmp_path: Path, byte_tokenizer: Tokenizer) -> None
                 ),
             ]
         )
-        assert ready["tokenizer-0"].info == {"sampling_defaults": {"top_k": 9}}
+        assert ready["tokenizer-0"].info == {"sampling_defaults": {"top_k": 9}, "dialect": Dialect()}
         tokenizer.send(LIMITS)
         tokenizer.send(job([1], text="fox", params={"max_tokens": 3, "stop": ["o"]}))
         (made,) = scheduler.receive(30)

@@ -6,18 +6,17 @@ import asyncio
 import time
 from typing import Any
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tokenmill.errors import TokenmillError
 from tokenmill.server.client import EngineClient
-from tokenmill.server.errors import ClientLeft, error_object, json_response
+from tokenmill.server.errors import ClientLeft, json_response
 from tokenmill.server.generation import Generation
 from tokenmill.server.protocol import GenerationRequest
 from tokenmill.server.settings import AppSettings
-from tokenmill.server.shapes import Shape, usage_json
-from tokenmill.server.sse import COMMENT, DONE, Heartbeat, encode_event, send_events, start_stream
+from tokenmill.server.shapes import Head, Shape
+from tokenmill.server.sse import Heartbeat, send_events, start_stream
 from tokenmill.wire.messages import TextDelta
 
 
@@ -41,13 +40,10 @@ class Answer(Response):
         self._client = client
         self._call = call
         self._shape = shape
-        self._id = f"{shape.prefix}-{request_id}"
-        self._model = settings.model
+        self._head = Head(request_id, settings.model, int(time.time()), settings.timings or call.timings)
         self._keep_alive = settings.sse_keep_alive
-        self._has_timings = settings.timings or call.timings
         self._name = request_name(holder, request_id)
         self._size = size
-        self._created = int(time.time())
         self._extra_headers = {"x-request-id": request_id}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -59,6 +55,7 @@ class Answer(Response):
             watcher = asyncio.create_task(_watch(receive, generation))
             try:
                 await generation.accepted()
+                self._shape.start(self._head, generation)
                 if call.stream:
                     await self._stream(generation, send)
                 else:
@@ -68,61 +65,29 @@ class Answer(Response):
                 watcher.cancel()
 
     async def _whole(self, generation: Generation) -> dict[str, Any]:
-        parts: list[list[TextDelta]] = [[] for _ in range(generation.num_choices)]
+        deltas: list[list[TextDelta]] = [[] for _ in range(generation.num_choices)]
         async for batch in generation.deltas():
             for index, delta in batch:
-                parts[index].append(self._with_echo(delta))
-        choices = []
-        for index, deltas in enumerate(parts):
-            entries = [its for delta in deltas for its in delta.logprobs or ()]
-            last = msgspec.structs.replace(deltas[-1], logprobs=entries if self._has_logprobs else None)
-            choices.append(self._shape.choice(index, "".join(delta.text for delta in deltas), last))
-        body = self._envelope(self._shape.object, choices) | {"usage": usage_json(generation.usage)}
-        if self._call.shows_prompt_logprobs:
-            self._shape.add_prompt_logprobs(body, [deltas[0].prompt_logprobs or [] for deltas in parts])
-        return body | {"timings": generation.timings} if self._has_timings else body
-
-    @property
-    def _has_logprobs(self) -> bool:
-        return self._call.params.logprobs is not None
-
-    def _with_echo(self, delta: TextDelta) -> TextDelta:
-        """An echoed prompt's logprobs stand before the output's."""
-        if not (self._call.echo and self._has_logprobs and delta.prompt_logprobs):
-            return delta
-        return msgspec.structs.replace(delta, logprobs=delta.prompt_logprobs + (delta.logprobs or []))
+                deltas[index].append(delta)
+        return self._shape.whole(deltas)
 
     async def _stream(self, generation: Generation, send: Send) -> None:
         await start_stream(send, self._extra_headers)
         last = b""
         beat = Heartbeat(self._keep_alive, generation.nudge)
         try:
-            opening = [self._event(choice) for i in range(generation.num_choices) for choice in self._shape.opening(i)]
-            await send_events(send, b"".join(opening))
+            await send_events(send, self._shape.opening())
             async for batch in generation.deltas():
-                more = {"timings": generation.timings} if self._has_timings and generation.has_ended else {}
-                chunks = [choice for i, delta in batch for choice in self._shape.chunks(i, self._with_echo(delta))]
-                events = [self._event(choice, more if choice is chunks[-1] else {}) for choice in chunks]
-                await send_events(send, b"".join(events) or COMMENT)
+                await send_events(send, self._shape.news(batch) if batch else self._shape.beat())
                 beat.rest()
-            if self._call.include_usage:
-                usage = {"usage": usage_json(generation.usage)}
-                last = encode_event(self._envelope(self._shape.chunk_object, []) | usage)
-            last += DONE
+            last = self._shape.ending()
         except ClientLeft:
             return
         except TokenmillError as error:
-            last = encode_event(error_object(error))
+            last = self._shape.failure(error)
         finally:
             beat.stop()
         await send_events(send, last, more=False)
-
-    def _event(self, choice: dict[str, Any], more: dict[str, Any] = {}) -> bytes:  # noqa: B006  (only read)
-        chunk = self._envelope(self._shape.chunk_object, [choice]) | more
-        return encode_event(chunk | {"usage": None} if self._call.include_usage else chunk)
-
-    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self._id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
 
 
 def request_name(holder: str, request_id: str) -> str:

@@ -169,9 +169,9 @@ class EngineClient:
             case wire.TextBatch(deltas):
                 for delta in deltas:
                     self._add(delta)
-            case wire.Tokenized(uids, prompt_tokens):
+            case wire.Tokenized(uids, prompt_tokens, is_thinking):
                 if generation := self._job_done(uids):
-                    generation.tokenized(prompt_tokens)
+                    generation.tokenized(prompt_tokens, is_thinking)
             case wire.Refused(uids, error):
                 self._job_done(uids)
                 for route in filter(None, [self._routes.pop(uid, None) for uid in uids]):

@@ -43,13 +43,32 @@ from tokenmill.types import (
 MAX_CHOICES_IN_ALL = 1024
 MAX_REQUEST_ID = 256
 MAX_TTL = 30 * 86400
+MAX_TOOLS = 128
 
+NAME = text(1, 128) | {"pattern": "^[a-zA-Z0-9_.:/-]+$"}
 TOKEN_IDS = array(whole(0, MAX_INT32), 1)
 PROMPT = either(TEXT, array(TEXT, 1, MAX_CHOICES_IN_ALL), TOKEN_IDS, array(TOKEN_IDS, 1, MAX_CHOICES_IN_ALL))
 BAD_WORD = either(text(1), array(whole(0, MAX_INT32), 1, MAX_BAD_IDS))
-ROLES = ("system", "developer", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 PART = record(["type", "text"], type=one_of("text"), text=TEXT)
 CONTENT = either(TEXT, array(PART, 1))
+
+FUNCTION_NAME = record(["name"], name=TEXT)
+CALL = record(
+    ["function"], id=TEXT, type=one_of("function"), function=record(["name"], name=TEXT, arguments=either(TEXT, OBJECT))
+)
+TOOL = record(
+    ["type", "function"],
+    type=one_of("function"),
+    function=record(["name"], name=NAME, description=TEXT, parameters=OBJECT, strict=FLAG),
+)
+NAMED_TOOL = record(["type", "function"], type=one_of("function"), function=FUNCTION_NAME)
+ALLOWED_TOOLS = record(["mode", "tools"], mode=one_of("auto", "required"), tools=array(NAMED_TOOL, 1, MAX_TOOLS))
+TOOL_CHOICE = either(
+    one_of("none", "auto", "required"),
+    NAMED_TOOL,
+    record(["type", "allowed_tools"], type=one_of("allowed_tools"), allowed_tools=ALLOWED_TOOLS),
+)
 
 SAMPLING = (
     honoured("max_tokens", whole(0, MAX_INT32), "left out: 16 in completions, what fits in chats; 0 with echo"),
@@ -119,21 +138,25 @@ MESSAGES = (
     honoured("messages[].name", TEXT, "where the chat template shows it"),
     meaningless("messages[].refusal", one_of(""), "sent back by clients"),
     refused("messages[].audio", "text only"),
-    refused("messages[].tool_calls messages[].annotations", "not built", []),
-    refused("messages[].function_call", "not built"),
-    refused("messages[].reasoning_content", "not built", ""),
-    refused("messages[].tool_call_id", "not built"),
+    refused("messages[].annotations", "text only", []),
+    refused("messages[].function_call", "use tool_calls"),
+    honoured("messages[].tool_calls", array(CALL), "of the assistant; content may then be null"),
+    honoured("messages[].tool_call_id", TEXT, "of a tool"),
+    honoured("messages[].reasoning_content", TEXT, "of the assistant, where the chat template shows it"),
+)
+TOOLS = (
+    honoured("tools", array(TOOL, 0, MAX_TOOLS), "shown by the chat template, or told in the system's message"),
+    honoured("tool_choice", TOOL_CHOICE, "required, a function's name, and strict tools: held to by a grammar"),
+    honoured("parallel_tool_calls", FLAG, "false: at most one call, held to by a grammar"),
 )
 CHAT = Table(
     MESSAGES,
+    TOOLS,
     TEMPLATE,
     COMMON,
     SAMPLING,
     honoured("logprobs", FLAG, "as the model finds them, before anything changes the logits"),
     honoured("top_logprobs", whole(0, MAX_LOGPROBS), "only with logprobs"),
-    refused("tools", "not built", []),
-    refused("tool_choice", "not built", "none", "auto"),
-    meaningless("parallel_tool_calls", FLAG, "there are no tools"),
     refused("functions", "use tools", []),
     refused("function_call", "use tool_choice", "none", "auto"),
     refused("reasoning_effort", "not built"),
@@ -160,6 +183,7 @@ PROBE = Table(
     honoured("prompt", PROMPT, "a single one; this or messages"),
     honoured("messages", array(OBJECT, 1)),
     MESSAGES[1:],
+    TOOLS[:1],
     TEMPLATE,
     honoured("cache_salt", text(1, MAX_NAME)),
 )
@@ -169,6 +193,7 @@ TOKENIZE = Table(
     honoured("prompt", TEXT, "this or messages"),
     honoured("messages", array(OBJECT, 1)),
     MESSAGES[1:],
+    TOOLS[:1],
     TEMPLATE,
     honoured("add_special_tokens", FLAG, "true for a prompt; templates write their own"),
     honoured("return_token_strs", FLAG, "each token as the vocabulary writes it"),
@@ -181,7 +206,7 @@ FLUSH = Table(
 
 COUNT = whole(0)
 LOGPROB = number(-9999, 0)
-END = one_of("stop", "length", "abort", None)
+END = one_of("stop", "length", "tool_calls", "abort", None)
 USAGE = record(
     ["prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"],
     prompt_tokens=COUNT,
@@ -225,6 +250,11 @@ CHAT_LOGPROBS = honoured(
     "null unless asked for",
 )
 PROMPT_LOGPROBS = array(nullable(OBJECT))
+SHOWN_FUNCTION = record(["name", "arguments"], name=TEXT, arguments=TEXT)
+SHOWN_CALL = record(["id", "type", "function"], id=TEXT, type=one_of("function"), function=SHOWN_FUNCTION)
+CALL_DELTA = record(
+    ["index"], index=COUNT, id=TEXT, type=one_of("function"), function=record([], name=TEXT, arguments=TEXT)
+)
 CHAT_RESPONSE = Table(
     given("object", one_of("chat.completion")),
     HEAD,
@@ -234,10 +264,12 @@ CHAT_RESPONSE = Table(
     honoured("prompt_logprobs", PROMPT_LOGPROBS, "with prompt_logprobs: by token id logprob, rank and decoded_token"),
     given("choices[].message", OBJECT),
     given("choices[].message.role", one_of("assistant")),
-    given("choices[].message.content", TEXT),
+    given("choices[].message.content", nullable(TEXT), "null beside calls, if there is no text"),
+    honoured("choices[].message.reasoning_content", TEXT, "thoughts"),
+    honoured("choices[].message.tool_calls", array(SHOWN_CALL), "whole ones; what is cut or broken is content"),
     meaningless("choices[].message.refusal", NULL, "no refusals apart from content"),
     refused("choices[].message.annotations choices[].message.audio", "text only"),
-    refused("choices[].message.function_call choices[].message.tool_calls", "not built"),
+    refused("choices[].message.function_call", "see tool_calls"),
     refused("metadata", "nothing is stored"),
     given("usage", USAGE),
     TIMINGS,
@@ -252,7 +284,10 @@ CHAT_CHUNK = Table(
     honoured("choices[].delta.role", one_of("assistant"), "in the first"),
     honoured("choices[].delta.content", TEXT),
     refused("choices[].delta.audio", "text only"),
-    refused("choices[].delta.refusal choices[].delta.function_call choices[].delta.tool_calls", "not built"),
+    honoured("choices[].delta.reasoning_content", TEXT, "thoughts"),
+    honoured("choices[].delta.tool_calls", array(CALL_DELTA), "id, type and name in a call's first, then arguments"),
+    refused("choices[].delta.refusal", "no refusals apart from content"),
+    refused("choices[].delta.function_call", "see tool_calls"),
     refused("obfuscation", "chunks are not padded"),
     honoured("usage", USAGE, "with include_usage: null but in the last"),
     TIMINGS,

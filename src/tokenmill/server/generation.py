@@ -30,6 +30,7 @@ class Generation:
         self._not_accepted = set(range(self.num_choices))
         self._not_finished = set(range(self.num_choices))
         self._not_tokenized = num_prompts
+        self.is_thinking = False
         self._times: list[wire.Timings] = []
         self._prompt_tokens = 0
         self._scored: dict[int, list[TokenLogprobs]] = {}  # of prompts whose text was not sent yet
@@ -103,10 +104,11 @@ class Generation:
             self._error = error
         self._wake.set()
 
-    def tokenized(self, prompt_tokens: int) -> None:
-        """One prompt is tokenized."""
+    def tokenized(self, prompt_tokens: int, is_thinking: bool) -> None:
+        """One prompt is tokenized; `is_thinking`: it ends within thoughts."""
         self._not_tokenized = max(0, self._not_tokenized - 1)  # a cancelled request waits for none
         self._prompt_tokens += prompt_tokens
+        self.is_thinking = is_thinking
         self._wake.set()
 
     def add(self, index: int, delta: wire.TextDelta) -> None:

@@ -39,7 +39,8 @@ def plan_processes(run: RunConfig, server: ServerConfig, model: Path, directory:
     template = None if run.model.chat_template is None else Path(run.model.chat_template)
 
     def text(name: str, target: str) -> ProcessPlan:
-        settings = TextSettings(model, directory, name, template, run.model.random_weights)
+        parsers = server.tool_parser, server.reasoning_parser
+        settings = TextSettings(model, directory, name, template, run.model.random_weights, *parsers)
         return ProcessPlan(name, f"tokenmill.text.worker:{target}", settings, server.log_level)
 
     scheduler = SchedulerSettings(run, model, directory)

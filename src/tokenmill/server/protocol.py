@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,8 @@ from tokenmill.server.fields import (
     TOKENIZE,
 )
 from tokenmill.server.schema import Table, equals, kind_of
+from tokenmill.server.tools import ToolUse, tool_use
+from tokenmill.text.dialect import Dialect
 from tokenmill.text.messages import check_messages
 from tokenmill.types import MAX_INT32, SamplingParams, Scheduling, deadline_from
 from tokenmill.wire.messages import CacheCall, CacheVerb, ChatPrompt, TextCall, pack_ids
@@ -28,7 +30,9 @@ from tokenmill.wire.messages import CacheCall, CacheVerb, ChatPrompt, TextCall, 
 Prompt = str | list[int] | ChatPrompt
 
 COMPLETION_MAX_TOKENS = 16
-MAX_DEPTH = 32
+MAX_DEPTH = 64
+PLAIN = Dialect()
+NO_TOOLS = ToolUse()
 
 SAMPLING = tuple(
     name
@@ -53,6 +57,7 @@ class GenerationRequest:
     request_id: str | None
     scheduling: Scheduling
     timings: bool
+    tools: ToolUse
     shows_prompt_logprobs: bool = False
 
 
@@ -72,21 +77,27 @@ def decode_body(body: bytes) -> dict[str, Any]:
     return value
 
 
-def parse_chat(body: dict[str, Any], defaults: Mapping[str, Any], now: int = 0) -> GenerationRequest:
+def parse_chat(
+    body: dict[str, Any], defaults: Mapping[str, Any], now: int = 0, dialect: Dialect = PLAIN
+) -> GenerationRequest:
     """A /v1/chat/completions request; `defaults` are sampling values for fields that are left out.
 
-    `now` is when it came, in milliseconds: deadlines count from there. Raises InvalidRequest for a field that is
-    missing, wrong, or not honoured (UnsupportedField).
+    `now` is when it came, in milliseconds: deadlines count from there. `dialect` is the model's. Raises InvalidRequest
+    for a field that is missing, wrong, or not honoured (UnsupportedField).
     """
     fields = _Fields(body, CHAT)
     top, has_logprobs = fields.take("top_logprobs"), fields.take("logprobs") is True
     if top and not has_logprobs:
         raise InvalidRequest("top_logprobs is for logprobs: set logprobs to true or leave it out", "top_logprobs")
     logprobs = (top or 0) if has_logprobs else None
-    return _finish(fields, [_chat_prompt(fields)], defaults, now, logprobs=logprobs)
+    use = _tool_use(fields, dialect)
+    prompt = _chat_prompt(fields, use.shown, dialect)
+    return _finish(fields, [prompt], defaults, now, logprobs=logprobs, tools=use)
 
 
-def parse_completion(body: dict[str, Any], defaults: Mapping[str, Any], now: int = 0) -> GenerationRequest:
+def parse_completion(
+    body: dict[str, Any], defaults: Mapping[str, Any], now: int = 0, dialect: Dialect = PLAIN
+) -> GenerationRequest:
     """A /v1/completions request; see `parse_chat`."""
     fields = _Fields(body, COMPLETION)
     prompts = _prompts(fields.raw("prompt"))
@@ -101,7 +112,7 @@ def parse_cache_call(body: dict[str, Any], verb: CacheVerb) -> tuple[CacheCall, 
     fields = _Fields(body, CACHE_TABLES[verb])
     salt, prompt, ttl = fields.take("cache_salt"), None, 0.0
     if verb != "flush":
-        prompts: list[Prompt] = [_chat_prompt(fields)] if "messages" in body else _prompts(fields.raw("prompt"))
+        prompts: list[Prompt] = [_template_prompt(fields)] if "messages" in body else _prompts(fields.raw("prompt"))
         if len(prompts) != 1:
             raise InvalidRequest("prompt must be a single one: send several requests", "prompt")
         prompt = prompts[0]
@@ -117,7 +128,7 @@ def parse_tokenize(body: dict[str, Any]) -> tuple[str | None, TextCall, Prompt]:
     fields = _Fields(body, TOKENIZE)
     model, with_strings = fields.take("model"), fields.take("return_token_strs") is True
     add_special_tokens = fields.take("add_special_tokens")
-    prompt: Prompt = _chat_prompt(fields) if "messages" in body else fields.take("prompt")
+    prompt: Prompt = _template_prompt(fields) if "messages" in body else fields.take("prompt")
     if prompt is None:
         raise InvalidRequest("prompt is missing: give a text, or messages", "prompt")
     if "messages" in body and add_special_tokens:
@@ -135,19 +146,39 @@ def parse_detokenize(body: dict[str, Any]) -> tuple[str | None, TextCall]:
     return model, TextCall(token_ids=pack_ids(token_ids))
 
 
-def _chat_prompt(fields: _Fields) -> ChatPrompt:
+def _chat_prompt(fields: _Fields, tools: Sequence[dict[str, Any]], dialect: Dialect = PLAIN) -> ChatPrompt:
     continues = fields.take("continue_final_message") is True
     add_generation_prompt = fields.take("add_generation_prompt")
     template_kwargs = fields.take("chat_template_kwargs") or {}
-    if not _can_travel(template_kwargs):
-        words = f"must not be nested over {MAX_DEPTH} deep, or hold integers over 64 bits"
-        raise InvalidRequest(f"chat_template_kwargs {words}", "chat_template_kwargs")
+    messages = check_messages(fields.raw("messages"))
+    for name, value in (("chat_template_kwargs", template_kwargs), ("messages", messages), ("tools", tools)):
+        if not _can_travel(value):
+            words = f"must not be nested over {MAX_DEPTH} deep, or hold integers over 64 bits"
+            raise InvalidRequest(f"{name} {words}", name)
+    thoughts = [] if dialect.thoughts is None else [dialect.thoughts.start, dialect.thoughts.end]
+    shown = [*thoughts, *([dialect.style.tags.start, dialect.style.tags.end] if tools else [])]
     return ChatPrompt(
-        messages=check_messages(fields.raw("messages")),
+        messages=messages,
+        tools=[*tools] or None,
         add_generation_prompt=not continues if add_generation_prompt is None else add_generation_prompt,
         continue_final_message=continues,
         template_kwargs=template_kwargs,
+        thought_tags=thoughts,
+        shown_ids=[dialect.special[tag] for tag in shown if tag in dialect.special],
     )
+
+
+def _template_prompt(fields: _Fields) -> ChatPrompt:
+    return _chat_prompt(fields, fields.take("tools") or ())
+
+
+def _tool_use(fields: _Fields, dialect: Dialect) -> ToolUse:
+    tools, choice = fields.take("tools") or [], fields.take("tool_choice")
+    is_parallel = fields.take("parallel_tool_calls") is not False
+    use = tool_use(dialect, tools, choice, is_parallel=is_parallel)
+    if use.grammar is not None:
+        raise UnsupportedField("tool_choice cannot be held to by a grammar yet: let it be auto or none", "tool_choice")
+    return use
 
 
 class _Fields:
@@ -185,6 +216,7 @@ def _finish(
     *,
     echo: bool = False,
     logprobs: int | None = None,
+    tools: ToolUse = NO_TOOLS,
 ) -> GenerationRequest:
     params = _params(fields, defaults, max_tokens, logprobs)
     if len(prompts) * params.n > MAX_CHOICES_IN_ALL:
@@ -214,7 +246,17 @@ def _finish(
     timings = fields.take("timings") is True
     fields.refuse_rest()
     return GenerationRequest(
-        model, prompts, params, stream, include_usage, echo, request_id, scheduling, timings, shows_prompt_logprobs
+        model,
+        prompts,
+        params,
+        stream,
+        include_usage,
+        echo,
+        request_id,
+        scheduling,
+        timings,
+        tools,
+        shows_prompt_logprobs,
     )
 
 
@@ -276,7 +318,7 @@ def _token_ids(items: list[Any]) -> list[int]:
 
 def _can_travel(value: Any, depth: int = MAX_DEPTH) -> bool:
     """Whether the value can be sent on to another process."""
-    if isinstance(value, dict | list):
+    if isinstance(value, dict | list | tuple):
         items = value.values() if isinstance(value, dict) else value
         return depth > 0 and all(_can_travel(item, depth - 1) for item in items)
     return not isinstance(value, int) or -(2**63) <= value < 2**64

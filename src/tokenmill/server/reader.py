@@ -263,7 +263,7 @@ class ToolReader:
     def _call_arguments(self, letter: str) -> Letters:
         if letter == '"':  # an object within a string
             self._arguments = yield from self._string()
-            if not _is_object(self._arguments):
+            if not is_object(self._arguments):
                 raise _Broken
         elif letter == "{":
             self._arguments = letter
@@ -369,7 +369,7 @@ class AnswerReader:
 
     def push(self, text: str) -> list[Part]:
         """What is certain."""
-        return self._read_tools(self._thoughts.push(text) if self._thoughts else [Part("content", text)])
+        return self._read_tools(self._thoughts.push(text) if self._thoughts else _content(text))
 
     def finish(self) -> list[Part]:
         """What was held back."""
@@ -383,7 +383,12 @@ class AnswerReader:
         return [part for each in read for part in each]
 
 
-def _is_object(text: str) -> bool:
+def _content(text: str) -> list[Part]:
+    return [Part("content", text)] if text else []
+
+
+def is_object(text: str) -> bool:
+    """Whether the text is a JSON object."""
     try:
         return isinstance(msgspec.json.decode(text), dict)
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):

@@ -28,6 +28,7 @@ from tokenmill.server.protocol import (
 from tokenmill.server.schemas import CHAT_BODY, COMPLETION_BODY, DETOKENIZE_BODY, TOKENIZE_BODY
 from tokenmill.server.settings import AppSettings
 from tokenmill.server.shapes import ChatShape, CompletionShape, Shape
+from tokenmill.text.dialect import Dialect
 from tokenmill.types import MAX_NAME
 from tokenmill.version import __version__
 
@@ -45,11 +46,11 @@ def make_router(client: EngineClient, settings: AppSettings) -> APIRouter:
 
     @router.post("/v1/chat/completions", openapi_extra=CHAT_BODY, summary="Chat, OpenAI-compatible")
     async def chat_completions(request: Request) -> Response:
-        return await _answer(request, parse_chat, ChatShape())
+        return await _answer(request, parse_chat, ChatShape)
 
     @router.post("/v1/completions", openapi_extra=COMPLETION_BODY, summary="Text completion, OpenAI-compatible")
     async def completions(request: Request) -> Response:
-        return await _answer(request, parse_completion, CompletionShape())
+        return await _answer(request, parse_completion, CompletionShape)
 
     @router.get("/v1/models", summary="The model that is served")
     async def models() -> Response:
@@ -109,10 +110,12 @@ def make_router(client: EngineClient, settings: AppSettings) -> APIRouter:
 
     add_cache_routes(router, client, read, settings.answer_timeout)
 
-    async def _answer(request: Request, parse: Callable[..., GenerationRequest], shape: Shape) -> Response:
+    async def _answer(
+        request: Request, parse: Callable[..., GenerationRequest], shape: Callable[[GenerationRequest, Dialect], Shape]
+    ) -> Response:
         came = milliseconds()
         raw = await read_body(request, settings.max_body_bytes)
-        call = parse(decode_body(raw), settings.sampling_defaults, came)
+        call = parse(decode_body(raw), settings.sampling_defaults, came, settings.dialect)
         _check_model(call.model)
         if call.scheduling.priority and not settings.has_priorities:
             advice = "start the server with --policy priority or --eviction priority, or leave it out"
@@ -123,7 +126,8 @@ def make_router(client: EngineClient, settings: AppSettings) -> APIRouter:
             tenant = f"{state.holder}/{call.scheduling.tenant}"[:MAX_NAME]
             scheduling = msgspec.structs.replace(call.scheduling, tenant=tenant)
             call = dataclasses.replace(call, scheduling=scheduling)
-        return Answer(client, call, shape, settings, call.request_id or state.request_id, state.holder, len(raw))
+        request_id = call.request_id or state.request_id
+        return Answer(client, call, shape(call, settings.dialect), settings, request_id, state.holder, len(raw))
 
     def _check_model(name: str | None) -> None:
         if name not in (None, settings.model):

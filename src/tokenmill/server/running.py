@@ -28,6 +28,7 @@ from tokenmill.server.connections import ConnectionLimits, LimitedConnection
 from tokenmill.server.edges import EdgeSettings
 from tokenmill.server.keys import Keys
 from tokenmill.server.settings import AppSettings
+from tokenmill.text.dialect import Dialect
 from tokenmill.version import __version__
 from tokenmill.wire.channel import PushChannel, address
 from tokenmill.wire.messages import Limits
@@ -117,13 +118,14 @@ class Running:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _http_config(self, client: EngineClient) -> uvicorn.Config:
-        info = self.ready["scheduler-0"].info
+        info, text = self.ready["scheduler-0"].info, self.ready["tokenizer-0"].info
         settings = AppSettings(
             model=self.name,
             max_model_len=info["max_model_len"],
             has_priorities=info["has_priorities"],
             max_body_bytes=self.server.max_body_bytes,
-            sampling_defaults=self.ready["tokenizer-0"].info.get("sampling_defaults", {}),
+            sampling_defaults=text.get("sampling_defaults", {}),
+            dialect=text.get("dialect", Dialect()),
             sse_keep_alive=self.server.sse_keep_alive,
             timings=self.server.timings,
         )

@@ -1,12 +1,13 @@
 """JSON schemas of bodies: made from rows of a table, told in words, and checked with the place of what is wrong.
 
-Only what the tables use is known here: type, enum, bounds, sizes, items, properties, required, additionalProperties and
-anyOf, whose branches differ in their JSON type or in the value of their property `type`.
+Only what the tables use is known here: type, enum, bounds, sizes, pattern, items, properties, required,
+additionalProperties and anyOf, whose branches differ in their JSON type or in the value of their property `type`.
 """
 
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -169,6 +170,8 @@ def check(value: Any, schema: Schema, where: str) -> None:
         raise InvalidRequest(f"{where} must be {words(schema)}, not {kind_of(value)}", where)
     if "enum" in schema and not any(equals(value, allowed) for allowed in schema["enum"]):
         raise InvalidRequest(f"{where} must be {words(schema)}", where)
+    if isinstance(value, str) and not re.search(schema.get("pattern", ""), value):
+        raise InvalidRequest(f"{where} must match {schema['pattern']}", where)
     size = len(value) if isinstance(value, str | list) else value if isinstance(value, int | float) else 0
     least, most = _bounds(schema)
     if not (least is None or least <= size) or not (most is None or size <= most):
@@ -177,11 +180,11 @@ def check(value: Any, schema: Schema, where: str) -> None:
         for index, item in enumerate(value):
             check(item, items, f"{where}[{index}]")
     if isinstance(value, dict) and "properties" in schema:
+        for name, item in value.items():
+            _check_property(schema, name, item, f"{where}.{name[:MAX_SHOWN]}")
         missing = next((name for name in schema["required"] if name not in value), None)
         if missing is not None:
             raise InvalidRequest(f"{where}.{missing} is missing", f"{where}.{missing}")
-        for name, item in value.items():
-            _check_property(schema, name, item, f"{where}.{name[:MAX_SHOWN]}")
 
 
 def _check_property(schema: Schema, name: str, value: Any, where: str) -> None:

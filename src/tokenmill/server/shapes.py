@@ -1,67 +1,244 @@
-"""The JSON of answers: chat completions and text completions, whole and as chunks."""
+"""The JSON of answers: chat completions and text completions, whole and as streams of chunks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
+from msgspec.structs import replace
+
+from tokenmill.errors import TokenmillError
+from tokenmill.server.errors import error_object
+from tokenmill.server.generation import Generation
 from tokenmill.server.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from tokenmill.server.protocol import GenerationRequest
+from tokenmill.server.reader import AnswerReader, Part, is_object
+from tokenmill.server.sse import COMMENT, DONE, encode_event
+from tokenmill.text.dialect import Dialect
 from tokenmill.types import FinishReason, TokenLogprobs, Usage
 from tokenmill.wire.messages import TextDelta
 
 Json = dict[str, Any]
+Batch = Sequence[tuple[int, TextDelta]]
 
 
-class ChatShape:
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What is the same in all of an answer. `has_timings`: they are to be told."""
+
+    request_id: str
+    model: str
+    created: int
+    has_timings: bool
+
+
+class Shape(Protocol):
+    """How one request is answered. Of the methods, `start` is called first, once the request is accepted."""
+
+    def start(self, head: Head, generation: Generation) -> None:
+        """`generation` is read for what it knows of usage and times."""
+
+    def whole(self, deltas: Sequence[Sequence[TextDelta]]) -> Json:
+        """The whole answer, from all deltas of each choice."""
+
+    def opening(self) -> bytes:
+        """The events before any text."""
+
+    def news(self, batch: Batch) -> bytes:
+        """Events for what is new."""
+
+    def beat(self) -> bytes:
+        """What is sent while nothing is new."""
+
+    def ending(self) -> bytes:
+        """The events after the last choice has ended."""
+
+    def failure(self, error: TokenmillError) -> bytes:
+        """The last event of a stream that cannot go on."""
+
+
+class _Chunks:
+    """What OpenAI's two older APIs have in common. A subclass says how one choice is shown."""
+
+    prefix = object = chunk_object = ""
+
+    def __init__(self, call: GenerationRequest, dialect: Dialect) -> None:
+        self._call = call
+        self._dialect = dialect
+
+    def start(self, head: Head, generation: Generation) -> None:
+        self._head = head
+        self._generation = generation
+
+    def whole(self, deltas: Sequence[Sequence[TextDelta]]) -> Json:
+        choices = [self.choice(index, self._joined(its)) for index, its in enumerate(deltas)]
+        body = self._envelope(self.object, choices) | {"usage": usage_json(self._generation.usage)}
+        if self._call.shows_prompt_logprobs:
+            self.add_prompt_logprobs(body, [its[0].prompt_logprobs or [] for its in deltas])
+        return body | self._timings()
+
+    def opening(self) -> bytes:
+        indices = range(self._generation.num_choices)
+        return b"".join(self._event(choice) for index in indices for choice in self.first_chunks(index))
+
+    def news(self, batch: Batch) -> bytes:
+        chunks = [choice for index, delta in batch for choice in self.chunks(index, self._with_echo(delta))]
+        more = self._timings() if self._generation.has_ended else {}
+        return b"".join(self._event(choice, more if choice is chunks[-1] else {}) for choice in chunks)
+
+    def beat(self) -> bytes:
+        return COMMENT
+
+    def ending(self) -> bytes:
+        if not self._call.include_usage:
+            return DONE
+        usage = {"usage": usage_json(self._generation.usage)}
+        return encode_event(self._envelope(self.chunk_object, []) | usage) + DONE
+
+    def failure(self, error: TokenmillError) -> bytes:
+        return encode_event(error_object(error))
+
+    def first_chunks(self, index: int) -> Iterator[Json]:
+        """Choices of chunks that come before any text."""
+        return iter(())
+
+    def chunks(self, index: int, delta: TextDelta) -> Iterator[Json]:
+        """Choices of the chunks for what is new."""
+        raise NotImplementedError
+
+    def choice(self, index: int, whole: TextDelta) -> Json:
+        """One choice of a whole answer; `whole` is the delta that ended it, with all text and logprobs."""
+        raise NotImplementedError
+
+    def add_prompt_logprobs(self, body: Json, prompts: list[list[TokenLogprobs]]) -> None:
+        """Put them into a whole answer."""
+        raise NotImplementedError
+
+    def _joined(self, deltas: Sequence[TextDelta]) -> TextDelta:
+        entries = [its for delta in deltas for its in self._with_echo(delta).logprobs or ()]
+        logprobs = None if self._call.params.logprobs is None else entries
+        return replace(deltas[-1], text="".join(delta.text for delta in deltas), logprobs=logprobs)
+
+    def _with_echo(self, delta: TextDelta) -> TextDelta:
+        """An echoed prompt's logprobs stand before the output's."""
+        if not (self._call.echo and self._call.params.logprobs is not None and delta.prompt_logprobs):
+            return delta
+        return replace(delta, logprobs=delta.prompt_logprobs + (delta.logprobs or []))
+
+    def _timings(self) -> Json:
+        return {"timings": self._generation.timings} if self._head.has_timings else {}
+
+    def _event(self, choice: Json, more: Mapping[str, Any] = {}) -> bytes:
+        chunk = {**self._envelope(self.chunk_object, [choice]), **more}
+        return encode_event(chunk | {"usage": None} if self._call.include_usage else chunk)
+
+    def _envelope(self, kind: str, choices: list[Json]) -> Json:
+        head = self._head
+        same = {"id": f"{self.prefix}-{head.request_id}", "object": kind, "created": head.created, "model": head.model}
+        return {**same, "choices": choices}
+
+
+class ChatShape(_Chunks):
     """/v1/chat/completions."""
 
     prefix = "chatcmpl"
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def opening(self, index: int) -> Iterator[Json]:
-        """Choices of chunks that come before any text: the role, with empty content."""
+    def __init__(self, call: GenerationRequest, dialect: Dialect) -> None:
+        super().__init__(call, dialect)
+        self._readers: dict[int, AnswerReader] = {}
+        self._has_calls: set[int] = set()
+
+    def first_chunks(self, index: int) -> Iterator[Json]:
+        """The role, with empty content."""
+        self._readers[index] = self._reader()
         yield self._chunk(index, {"role": "assistant", "content": ""})
 
     def chunks(self, index: int, delta: TextDelta) -> Iterator[Json]:
-        """Choices of the chunks for what is new: a content chunk if there is text, and one of its own for the end."""
-        if delta.text or delta.logprobs:
-            yield self._chunk(index, {"content": delta.text}) | {"logprobs": chat_logprobs(delta.logprobs or None)}
-        if delta.finish_reason is not None:
-            yield self._chunk(index, {}) | _end(delta)
+        """One for each part that is certain, and one of its own for the end."""
+        reader, has_ended = self._readers[index], delta.finish_reason is not None
+        parts = reader.push(delta.text) + (reader.finish() if has_ended else [])
+        shown = [self._chunk(index, self._delta(part)) for part in parts]
+        if delta.logprobs:  # of tokens whose text is held back, too
+            shown = shown or [self._chunk(index, {"content": ""})]
+            shown[0]["logprobs"] = chat_logprobs(delta.logprobs)
+        yield from shown
+        if any(part.kind == "call" for part in parts):
+            self._has_calls.add(index)
+        if has_ended:
+            yield self._chunk(index, {}) | _end(delta, index in self._has_calls)
 
-    def choice(self, index: int, text: str, last: TextDelta) -> Json:
-        """One choice of a whole answer; `last` is the delta that ended it, with all logprobs."""
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": chat_logprobs(last.logprobs)} | _end(last)
+    def choice(self, index: int, whole: TextDelta) -> Json:
+        """A call whose arguments are cut or broken is shown as what it is: content."""
+        parts = self._parts(whole.text, self._reader())
+        message: Json = {"role": "assistant", "content": None, "refusal": None}
+        calls: list[Json] = []
+        for part in parts:
+            if part.kind == "call":
+                calls.append(self._call_json(part))
+            elif part.kind == "arguments":
+                calls[part.index]["function"]["arguments"] += part.text
+            else:
+                name = "content" if part.kind == "content" else "reasoning_content"
+                message[name] = (message.get(name) or "") + part.text
+        if calls:
+            message["tool_calls"] = calls
+        elif message["content"] is None:
+            message["content"] = ""
+        logprobs = chat_logprobs(whole.logprobs)
+        return {"index": index, "message": message, "logprobs": logprobs} | _end(whole, bool(calls))
 
     def add_prompt_logprobs(self, body: Json, prompts: list[list[TokenLogprobs]]) -> None:
         """Those of the prompt, as each choice has them."""
         body["prompt_logprobs"] = prompt_logprobs(prompts[0])
 
+    def _parts(self, text: str, reader: AnswerReader) -> list[Part]:
+        parts = reader.push(text) + reader.finish()
+        arguments: dict[int, str] = {part.index: "" for part in parts if part.kind == "call"}
+        for part in parts:
+            if part.kind == "arguments":
+                arguments[part.index] += part.text
+        if all(map(is_object, arguments.values())):
+            return parts
+        return self._parts(text, self._reader(with_tools=False))
+
+    def _reader(self, with_tools: bool = True) -> AnswerReader:
+        names = self._call.tools.names if with_tools else ()
+        return AnswerReader(self._dialect, names, self._generation.is_thinking)
+
     def _chunk(self, index: int, delta: Json) -> Json:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
+    def _delta(self, part: Part) -> Json:
+        if part.kind == "content":
+            return {"content": part.text}
+        if part.kind == "reasoning":
+            return {"reasoning_content": part.text}
+        call = self._call_json(part) if part.kind == "call" else {"function": {"arguments": part.text}}
+        return {"tool_calls": [{"index": part.index} | call]}
 
-class CompletionShape:
+    def _call_json(self, part: Part) -> Json:
+        function = {"name": part.text, "arguments": ""}
+        return {"id": call_id(self._dialect), "type": "function", "function": function}
+
+
+class CompletionShape(_Chunks):
     """/v1/completions."""
 
     prefix = "cmpl"
     object = "text_completion"
     chunk_object = "text_completion"
 
-    def opening(self, index: int) -> Iterator[Json]:
-        """Nothing: text comes first."""
-        return iter(())
-
     def chunks(self, index: int, delta: TextDelta) -> Iterator[Json]:
         """One chunk; the end comes with the last text."""
-        logprobs = completion_logprobs(delta.logprobs or None)
-        yield {"index": index, "text": delta.text, "logprobs": logprobs} | _end(delta)
+        yield self.choice(index, replace(delta, logprobs=delta.logprobs or None))
 
-    def choice(self, index: int, text: str, last: TextDelta) -> Json:
+    def choice(self, index: int, whole: TextDelta) -> Json:
         """One choice of a whole answer."""
-        return {"index": index, "text": text, "logprobs": completion_logprobs(last.logprobs)} | _end(last)
+        return {"index": index, "text": whole.text, "logprobs": completion_logprobs(whole.logprobs)} | _end(whole)
 
     def add_prompt_logprobs(self, body: Json, prompts: list[list[TokenLogprobs]]) -> None:
         """Those of each choice's prompt."""
@@ -69,7 +246,10 @@ class CompletionShape:
             choice["prompt_logprobs"] = prompt_logprobs(entries)
 
 
-Shape = ChatShape | CompletionShape
+def call_id(dialect: Dialect) -> str:
+    """A new id for a call, of a form that the model's template takes."""
+    letters = dialect.style.id_letters
+    return uuid.uuid4().hex[:letters] if letters < 24 else f"call_{uuid.uuid4().hex[:letters]}"
 
 
 def usage_json(usage: Usage) -> Json:
@@ -82,8 +262,9 @@ def usage_json(usage: Usage) -> Json:
     }
 
 
-def _end(delta: TextDelta) -> Json:
+def _end(delta: TextDelta, has_calls: bool = False) -> Json:
     """A deadline cancels a request: that is what clients know, and the reason says why."""
     if delta.finish_reason is FinishReason.DEADLINE:
         return {"finish_reason": FinishReason.ABORT, "stop_reason": FinishReason.DEADLINE}
-    return {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+    is_call = has_calls and delta.finish_reason is FinishReason.STOP
+    return {"finish_reason": "tool_calls" if is_call else delta.finish_reason, "stop_reason": delta.stop_reason}

@@ -149,7 +149,7 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, options: TextOptions) -> None:
-        hidden = tokenizer.special_ids if options.skip_special_tokens else frozenset()
+        hidden = tokenizer.special_ids.difference(options.shown_ids) if options.skip_special_tokens else frozenset()
         context = [] if options.echo_ids is not None else unpack_ids(options.prompt_tail)
         self._decoder = make_decoder(tokenizer, hidden, context)
         self._scanner = StopScanner(options.stop, options.include_stop)

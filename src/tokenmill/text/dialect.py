@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 import msgspec
 
 from tokenmill.text.chat_template import ChatTemplate
-
-ToolFormat = Literal["hermes", "llama3_json", "mistral", "json"]
-ReasoningFormat = Literal["think", "mistral", "none"]
 
 
 class Tags(msgspec.Struct, frozen=True):

@@ -10,7 +10,8 @@ from pathlib import Path
 class TextSettings:
     """A tokenizer or the detokenizer: the model's files, the run's private directory, and its own pipe's name there.
 
-    `chat_template` stands in place of the model's own. `or_bytes`: see `Tokenizer.load`.
+    `chat_template` stands in place of the model's own, the parsers in place of what it shows
+    (`text.dialect`). `or_bytes`: see `Tokenizer.load`.
     """
 
     model: Path
@@ -18,3 +19,5 @@ class TextSettings:
     name: str
     chat_template: Path | None = None
     or_bytes: bool = False
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"

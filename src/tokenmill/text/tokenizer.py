@@ -27,6 +27,7 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         special = {token_id: token.content for token_id, token in added.items() if token.special}
         self.special_ids = frozenset(special) | vocabulary.hidden_ids
+        self.special_texts = {text: token_id for token_id, text in special.items()}
         self.end_ids = vocabulary.end_ids
         self.special_tokens = vocabulary.special_tokens
         self.chat_template = vocabulary.chat_template

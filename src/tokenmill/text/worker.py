@@ -20,6 +20,7 @@ from tokenmill.procs import Report
 from tokenmill.text.chat import encode_chat
 from tokenmill.text.chat_template import ChatTemplate
 from tokenmill.text.detokenizer_stage import DetokenizerStage
+from tokenmill.text.dialect import find_dialect
 from tokenmill.text.settings import TextSettings
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.types import SamplingParams
@@ -62,7 +63,7 @@ class TokenizerStage:
             jobs = self._generate_jobs(job, token_ids, self.limits)
         except Exception as error:
             return [], wire.Refused(job.uids, _failure(error))
-        return jobs, wire.Tokenized(job.uids, len(token_ids))
+        return jobs, wire.Tokenized(job.uids, len(token_ids), self._is_thinking(job.chat, token_ids))
 
     def fill_in(self, call: wire.CacheCall) -> wire.CacheCall | wire.CallAnswer:
         """The call with its prompt as ids; or an answer, when there can be none."""
@@ -113,6 +114,16 @@ class TokenizerStage:
         _check_ids(token_ids, limits.vocab_size, param)  # a tokenizer can have more tokens than its model
         return token_ids
 
+    def _is_thinking(self, chat: wire.ChatPrompt | None, token_ids: list[int]) -> bool:
+        """Whether thoughts are begun at the prompt's end, by the template or in a message that goes on."""
+        if chat is None or not chat.thought_tags:
+            return False
+        text = self._tokenizer.decode(token_ids[-PROMPT_TAIL:], skip_special_tokens=False)
+        if chat.continue_final_message and isinstance(content := chat.messages[-1]["content"], str):
+            text = content
+        start, end = map(text.rfind, chat.thought_tags)
+        return start > end
+
     def _check_length(self, most: int, param: str, text: str) -> None:
         """Refuse without tokenizing what cannot fit, so that one huge text does not hold up the others."""
         if len(text) > self._tokenizer.longest_text(most):
@@ -148,6 +159,7 @@ class TokenizerStage:
             min_tokens=params.min_tokens,
             include_stop=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
+            shown_ids=[] if job.chat is None else job.chat.shown_ids,
             prompt_tail=wire.pack_ids(token_ids[-PROMPT_TAIL:]),
             echo_text=job.text if job.echo else None,
             echo_ids=packed if job.echo and job.text is None else None,
@@ -291,8 +303,9 @@ def run_tokenizer(settings: TextSettings, report: Report) -> None:
     """A tokenizer process: load, report, work. Raises TokenmillError when the model cannot be used."""
     tokenizer = Tokenizer.load(settings.model, or_bytes=settings.or_bytes)
     template = load_template(tokenizer, settings.chat_template)
+    dialect = find_dialect(template, tokenizer.special_texts, settings.tool_parser, settings.reasoning_parser)
     with _channels(settings, ToTokenizer) as channels:
-        report.ready(sampling_defaults=tokenizer.sampling_defaults)
+        report.ready(sampling_defaults=tokenizer.sampling_defaults, dialect=dialect)
         tokenizer_loop(TokenizerStage(tokenizer, template), *channels)
 
 

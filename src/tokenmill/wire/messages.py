@@ -56,13 +56,19 @@ def error_info(error: TokenmillError) -> ErrorInfo:
 
 
 class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """Chat messages before the template: `messages` are checked OpenAI-shaped dicts."""
+    """Chat messages before the template: `messages` are checked OpenAI-shaped dicts.
+
+    `thought_tags` are what stands before and after thoughts, if anything. Special tokens of `shown_ids` are shown in
+    the output's text.
+    """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_kwargs: dict[str, Any] = {}
+    thought_tags: list[str] = []
+    shown_ids: list[int] = []
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -91,15 +97,17 @@ class TokenizeJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What the detokenizer must know of a request.
 
-    `prompt_tail` are the prompt's last few ids as context for the first token (int32 bytes). With `echo_text`
-    or `echo_ids` the prompt is put before the output; stop strings do not look at it. `logprobs` and `prompt_logprobs`
-    are as in SamplingParams, and `prompt_ids` what the latter are of. With `is_prompt_only` no output is shown.
+    Of special tokens that are skipped, `shown_ids` are shown all the same. `prompt_tail` are the prompt's last few ids
+    as context for the first token (int32 bytes). With `echo_text` or `echo_ids` the prompt is put before the output;
+    stop strings do not look at it. `logprobs` and `prompt_logprobs` are as in SamplingParams, and `prompt_ids` what the
+    latter are of. With `is_prompt_only` no output is shown.
     """
 
     stop: list[str] = []
     min_tokens: int = 0
     include_stop: bool = False
     skip_special_tokens: bool = True
+    shown_ids: list[int] = []
     prompt_tail: bytes = b""
     echo_text: str | None = None
     echo_ids: bytes | None = None
@@ -125,10 +133,11 @@ class GenerateJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Tokenized(msgspec.Struct, frozen=True, tag=True):
-    """A TokenizeJob became GenerateJobs; `prompt_tokens` is counted once a prompt."""
+    """A TokenizeJob became GenerateJobs; `prompt_tokens` is counted once a prompt. `is_thinking`: thoughts end it."""
 
     uids: list[int]
     prompt_tokens: int
+    is_thinking: bool = False
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
