@@ -24,9 +24,13 @@ def logprob_records(logits: Tensor, tokens: Tensor, top: int) -> Tensor:
     Returns:
         [rows, record_width(top)] int32; logprobs are the bits of float32.
     """
-    logprobs = logits.float().log_softmax(-1).clamp_(min=LEAST)
+    logprobs = logits.float().log_softmax(-1)
     own = logprobs.gather(1, tokens.unsqueeze(1))  # [rows, 1]
     rank = (logprobs > own).sum(-1, keepdim=True, dtype=torch.int32) + 1
     values, ids = logprobs.topk(top)
-    pairs = torch.stack((ids.int(), values.contiguous().view(torch.int32)), -1).flatten(1)
-    return torch.cat((own.view(torch.int32), rank, pairs), 1)
+    pairs = torch.stack((ids.int(), _bits(values)), -1).flatten(1)
+    return torch.cat((_bits(own), rank, pairs), 1)
+
+
+def _bits(logprobs: Tensor) -> Tensor:
+    return logprobs.nan_to_num(nan=LEAST).clamp_(min=LEAST).view(torch.int32)

@@ -18,7 +18,7 @@ class LogprobStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, top: int) -> None:
-        self._tokenizer = tokenizer
+        self._spell = tokenizer.spell
         self._top = top
         self._held: list[TokenLogprobs] = []
 
@@ -48,15 +48,7 @@ class LogprobStream:
         return released
 
     def _logprob(self, token_id: int, logprob: float | None, rank: int) -> Logprob:
-        spell = self._tokenizer.token_bytes
-        data = (
-            self._tokenizer.decode([token_id], skip_special_tokens=False).encode() if spell is None else spell(token_id)
-        )
-        try:
-            text = data.decode()
-        except UnicodeDecodeError:
-            text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-        return Logprob(token_id, text, data, logprob, rank)
+        return Logprob(token_id, *self._spell(token_id), logprob, rank)
 
 
 class PromptLogprobs:

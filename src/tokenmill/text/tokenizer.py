@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from pathlib import Path
 
 from tokenmill.text.gguf_vocab import load_gguf_vocabulary
@@ -12,6 +13,7 @@ from tokenmill.text.vocabulary import Vocabulary, byte_vocabulary, token_bytes
 
 SURROGATES = re.compile("[\ud800-\udfff]")
 NORMALIZER_SHRINK = 4
+MAX_SPELLED = 1 << 16
 
 
 class Tokenizer:
@@ -20,6 +22,7 @@ class Tokenizer:
     Attributes:
         token_bytes: the bytes of an id; None if only whole lists of ids can be decoded.
         strips_first_space: whether the first space of a decoded text was put there by the tokenizer.
+        spell: what an id is alone: text, and bytes. Bytes that are no text are told as OpenAI does.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -36,6 +39,7 @@ class Tokenizer:
         self.token_bytes, self.strips_first_space = token_bytes(self._backend)
         longest_first = sorted(filter(None, special.values()), key=len, reverse=True)
         self.special_pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self.spell = lru_cache(MAX_SPELLED)(self._spell)
         self._letters_per_token = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
     @classmethod
@@ -99,6 +103,16 @@ class Tokenizer:
     def token_string(self, token_id: int) -> str:
         """How the vocabulary writes an id; empty for ids without a token."""
         return self._backend.id_to_token(token_id) or ""
+
+    def _spell(self, token_id: int) -> tuple[str, bytes]:
+        if self.token_bytes is None:
+            data = self.decode([token_id], skip_special_tokens=False).encode()
+        else:
+            data = self.token_bytes(token_id)
+        try:
+            return data.decode(), data
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data), data
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; bytes that are no UTF-8 become U+FFFD, ids without a token nothing."""
