@@ -23,7 +23,7 @@ SECOND = entry(7, "ab", -1.5, 1, LIKELIEST, SMILE)
 def test_what_waits_for_a_reader_loses_no_logprobs() -> None:
     async def read() -> list[TextDelta]:
         generation = Generation(1, 1)
-        generation.tokenized(3)
+        generation.tokenized(3, False)
         generation.add(0, TextDelta(uid=1, accepted=True, logprobs=[], prompt_logprobs=[FIRST]))
         generation.add(0, TextDelta(uid=1, logprobs=[], prompt_logprobs=[SECOND]))
         generation.add(0, TextDelta(uid=1, text="a", logprobs=[FIRST], prompt_logprobs=[]))
