@@ -120,6 +120,8 @@ class ServerConfig:
     """Port to listen on."""
     tokenizers: int = 1
     """Tokenizer processes."""
+    api_workers: int = 1
+    """Processes that answer HTTP."""
     served_model_name: str | None = None
     """Name in /v1/models and in answers; default is the name that was given."""
     start_timeout: float = 120.0

@@ -83,6 +83,7 @@ class _Child:
     pipe: connection.Connection
     failure: str | None = None
     has_hung_up: bool = False
+    is_watched: bool = True
 
     def receive(self) -> Ready | None:
         """The child's Ready if it has come; keeps the reason of a failure for `ended`."""
@@ -117,35 +118,39 @@ class Supervisor:
         self._children: list[_Child] = []
 
     def start(self, plans: Sequence[ProcessPlan], meanwhile: Callable[[], object] = lambda: None) -> dict[str, Ready]:
-        """Spawn all at once, call `meanwhile`, and wait until every one is ready.
+        """Spawn all at once, call `meanwhile`, and wait until every one is ready. May be called again for more.
 
         Raises StartFailed: one failed, died or took longer than the timeout (seconds); all are stopped by then.
         """
         try:
+            children = []
             for plan in plans:
-                self._children.append(self._spawn(plan))
+                children.append(self._spawn(plan))
+                self._children.append(children[-1])
             meanwhile()
-            return self._wait_ready()
+            return self._wait_ready(children)
         except BaseException:
             self.stop(grace=1.0)
             raise
 
     async def watch(self) -> Ended:
-        """Wait until any child ends."""
+        """Wait until any child ends of those that have not been told of."""
         loop = asyncio.get_running_loop()
         first: asyncio.Future[_Child] = loop.create_future()
 
         def end(child: _Child) -> None:
             loop.remove_reader(child.process.sentinel)
             if not first.done():
+                child.is_watched = False
                 first.set_result(child)
 
-        for child in self._children:
+        watched = [child for child in self._children if child.is_watched]
+        for child in watched:
             loop.add_reader(child.process.sentinel, end, child)
         try:
             return (await first).ended()
         finally:
-            for child in self._children:
+            for child in watched:
                 loop.remove_reader(child.process.sentinel)
 
     def stop(self, grace: float) -> None:
@@ -170,10 +175,10 @@ class Supervisor:
         sender.close()
         return _Child(plan, child, receiver)
 
-    def _wait_ready(self) -> dict[str, Ready]:
+    def _wait_ready(self, children: Sequence[_Child]) -> dict[str, Ready]:
         ready: dict[str, Ready] = {}
         deadline = time.monotonic() + self._start_timeout
-        while waiting := [child for child in self._children if child.plan.name not in ready]:
+        while waiting := [child for child in children if child.plan.name not in ready]:
             handles = [handle for child in waiting for handle in (child.pipe, child.process.sentinel)]
             if not connection.wait(handles, max(0.0, deadline - time.monotonic())):
                 names = ", ".join(child.plan.name for child in waiting)
@@ -186,7 +191,7 @@ class Supervisor:
                 elif child.failure or child.has_hung_up or connection.wait([child.process.sentinel], 0):
                     ended = child.ended()
                     raise StartFailed(f"{ended.name} could not start: {ended.reason}")
-        return {child.plan.name: ready[child.plan.name] for child in self._children}
+        return {child.plan.name: ready[child.plan.name] for child in children}
 
 
 def _describe_exit(code: int | None) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from tokenmill.procs import ProcessPlan, Report
 from tokenmill.server.client import EngineClient
 from tokenmill.text.settings import TextSettings
 from tokenmill.types import FinishReason, Scheduling
-from tokenmill.wire.channel import MemoryChannel, PullChannel, PushChannel, Receiver, Sender, address
+from tokenmill.wire.channel import MemoryChannel, PullChannel, PushChannel, Receiver, Sender, ServerChannel, address
 from tokenmill.wire.messages import (
     Abort,
     CacheCall,
@@ -302,7 +302,7 @@ def run_tokenizer(settings: TextSettings, report: Report) -> None:
     tokenizer = FakeTokenizer(
         PullChannel(context, address(settings.directory, settings.name), ToTokenizer),
         PushChannel(context, address(settings.directory, "scheduler")),
-        PushChannel(context, address(settings.directory, "server")),
+        ServerChannel(context, settings.directory, settings.api_workers),
     )
     report.ready(sampling_defaults={})
     while True:
@@ -313,7 +313,7 @@ def run_detokenizer(settings: TextSettings, report: Report) -> None:
     context: zmq.Context[Any] = zmq.Context()
     detokenizer = FakeDetokenizer(
         PullChannel(context, address(settings.directory, "detokenizer"), ToDetokenizer),
-        PushChannel(context, address(settings.directory, "server")),
+        ServerChannel(context, settings.directory, settings.api_workers),
     )
     report.ready()
     while True:
@@ -325,7 +325,7 @@ def run_scheduler(settings: SchedulerSettings, report: Report) -> None:
     scheduler = FakeScheduler(
         PullChannel(context, address(settings.directory, "scheduler"), ToScheduler),
         PushChannel(context, address(settings.directory, "detokenizer")),
-        PushChannel(context, address(settings.directory, "server")),
+        ServerChannel(context, settings.directory, settings.api_workers),
     )
     report.ready(
         max_model_len=MAX_MODEL_LEN,
@@ -339,11 +339,12 @@ def run_scheduler(settings: SchedulerSettings, report: Report) -> None:
 
 
 def plan_fakes(run: RunConfig, server: ServerConfig, model: Path, directory: Path) -> list[ProcessPlan]:
+    def text(name: str, target: Callable[..., None]) -> ProcessPlan:
+        return ProcessPlan(name, target, TextSettings(model, directory, name, api_workers=server.api_workers))
+
+    scheduler = SchedulerSettings(run, model, directory, api_workers=server.api_workers)
     return [
-        ProcessPlan("scheduler-0", run_scheduler, SchedulerSettings(run, model, directory)),
-        ProcessPlan("detokenizer", run_detokenizer, TextSettings(model, directory, "detokenizer")),
-        *(
-            ProcessPlan(f"tokenizer-{index}", run_tokenizer, TextSettings(model, directory, f"tokenizer-{index}"))
-            for index in range(server.tokenizers)
-        ),
+        ProcessPlan("scheduler-0", run_scheduler, scheduler),
+        text("detokenizer", run_detokenizer),
+        *(text(f"tokenizer-{index}", run_tokenizer) for index in range(server.tokenizers)),
     ]

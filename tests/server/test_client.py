@@ -216,7 +216,7 @@ def test_probe_is_answered_by_its_own_serial() -> None:
         for probe in reversed(probes):
             pipes.client.deliver(engine.scheduler._pulse(probe.serial))
         assert [(await first).serial, (await second).serial] == [probe.serial for probe in probes]
-        with pytest.raises(Overloaded, match="no answer within"):
+        with pytest.raises(Overloaded, match="not answered"):
             await pipes.client.probe(0.001)
         assert pipes.client.open_entries == 0
 

@@ -22,7 +22,7 @@ import pytest
 
 from tests.support.server import ROOT, Server, serving, settled
 from tokenmill.errors import ConfigError
-from tokenmill.server.launch import bind, private_directory
+from tokenmill.server.launch import listen, private_directory
 
 pytestmark = pytest.mark.server
 FAKES = ("tests.server.serve_fakes",)
@@ -107,6 +107,60 @@ def test_https_with_keys_that_are_never_logged(model: Path, certificate: tuple[s
         assert "secret" not in server.log
 
 
+def test_several_api_workers_answer_as_one(model: Path) -> None:
+    with serving(model, "--api-workers", "3", "--tokenizers", "2", program=FAKES) as server:
+        workers = [child for name, child in server.children.items() if name.startswith("tm-api-")]
+        assert len(workers) == 3
+        with contextlib.ExitStack() as stack:
+            streams = []
+            for number in range(24):  # each on a connection of its own
+                client = stack.enter_context(httpx.Client(base_url=server.base, timeout=60))
+                body = {"prompt": "STUCK", "stream": True, "request_id": f"r{number}"}
+                response = stack.enter_context(client.stream("POST", "/v1/completions", json=body))
+                events = data_of(response.iter_lines())
+                assert next(events)["choices"][0]["text"] == "S"
+                streams.append(events)
+            assert {len(worker.net_connections()) > 2 for worker in workers} == {True}, "connections are shared out"
+            assert server.pulse()["running"] == 24
+            for number, events in enumerate(streams[:20]):  # all by one connection, and so by one worker
+                assert server.post(f"/v1/requests/r{number}/cancel").json()["cancelled"] == 1
+                assert [event["choices"][0]["finish_reason"] for event in events] == ["abort"]
+            assert server.post("/v1/requests/r0/cancel").status_code == 404
+            server.process.send_signal(signal.SIGTERM)
+            assert {next(events)["error"]["message"] for events in streams[20:]} == {"the server is shutting down"}
+        assert server.end() == 0
+        assert "stopping; running requests get 3 s" in server.log
+
+
+def test_an_api_worker_that_dies_ends_the_server(model: Path) -> None:
+    with serving(model, "--api-workers", "2", program=FAKES) as server:
+        with contextlib.ExitStack() as stack:
+            clients = [stack.enter_context(httpx.Client(base_url=server.base, timeout=60)) for _ in range(16)]
+            body = {"prompt": "STUCK", "stream": True}
+            responses = [stack.enter_context(client.stream("POST", "/v1/completions", json=body)) for client in clients]
+            streams = [data_of(response.iter_lines()) for response in responses]
+            for events in streams:
+                next(events)
+            server.children["tm-api-0"].kill()
+            told = []
+            for events in streams:
+                with contextlib.suppress(httpx.HTTPError):  # of the worker that is dead
+                    told += [event["error"]["message"] for event in events]
+            assert set(told) == {"the api-0 process has ended: killed by SIGKILL (out of memory?)"}
+        assert server.end() == 1
+
+
+def test_two_servers_with_workers_cannot_have_one_port(model: Path) -> None:
+    first = listen("127.0.0.1", 0, 2)
+    try:
+        assert len({sock.getsockname() for sock in first}) == 1
+        with pytest.raises(ConfigError, match="is in use"):
+            listen("127.0.0.1", first[0].getsockname()[1], 2)
+    finally:
+        for sock in first:
+            sock.close()
+
+
 def test_ready_says_no_while_requests_end(model: Path) -> None:
     with serving(model, "--shutdown-grace", "60", program=FAKES) as server:
         with server.stream("/v1/completions", prompt="STUCK", request_id="mine") as response:
@@ -163,7 +217,7 @@ def test_a_port_in_use_is_told_before_anything_is_loaded(model: Path) -> None:
 )
 def test_addresses_that_cannot_be_used(host: str, port: int, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        bind(host, port)
+        listen(host, port)
 
 
 def test_nobody_has_to_read_the_ready_line(model: Path) -> None:

@@ -407,7 +407,7 @@ def test_processes_end_to_end(tmp_path: Path, byte_tokenizer: Tokenizer) -> None
     supervisor = Supervisor(start_timeout=60)
     context = zmq.Context()
     scheduler = PullChannel[Any](context, address(tmp_path, "scheduler"), GenerateJob | Abort)
-    server = PullChannel[Any](context, address(tmp_path, "server"), ToServer)
+    server = PullChannel[Any](context, address(tmp_path, "server-0"), ToServer)
     tokenizer = PushChannel[Any](context, address(tmp_path, "tokenizer-0"))
     detokenizer = PushChannel[Any](context, address(tmp_path, "detokenizer"))
     try:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -31,15 +32,15 @@ TOKEN_SIZE = 4  # bytes of a request's body, roughly
 
 
 class Inbox:
-    """The PULL socket "server", for an event loop."""
+    """The PULL socket of API server `index`, for an event loop."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, index: int) -> None:
         self._decode = msgspec.msgpack.Decoder[wire.ToServer](wire.ToServer).decode
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(address(directory, "server"))
+        self._socket.bind(address(directory, f"server-{index}"))
 
     async def receive(self) -> wire.ToServer:
         """The next message."""
@@ -74,14 +75,17 @@ class _Job:
 class EngineClient:
     """Sends jobs to tokenizers and aborts to the scheduler; delivers what comes back. `idle`: no request is open.
 
-    As many requests and tokens as may wait in the scheduler's queue may also wait for the tokenizers.
+    `siblings` are the other API servers, by their numbers; `index` is this one's. As many requests and tokens as may
+    wait in the scheduler's queue may also wait for the tokenizers.
     """
 
     def __init__(
         self,
         tokenizers: Sequence[Sender[wire.ToTokenizer]],
         scheduler: Sender[wire.ToScheduler],
+        siblings: Mapping[int, Sender[wire.ToServer]] = MappingProxyType({}),
         *,
+        index: int = 0,
         max_waiting: int,
         max_waiting_tokens: int,
     ) -> None:
@@ -95,8 +99,10 @@ class EngineClient:
         self._num_waiting = self._waiting_size = 0  # of all jobs; sizes of questions too
         self._generations: dict[Generation, list[int]] = {}
         self._questions: dict[int, asyncio.Future[wire.Pulse | wire.CallAnswer]] = {}
-        self._uids = itertools.count(1)
-        self._serials = itertools.count(1)
+        self._siblings, self._index = siblings, index
+        step = 1 + len(siblings)
+        self._uids = itertools.count(index + step, step)
+        self._serials = itertools.count(index + step, step)
         self._failure: TokenmillError | None = None
         self._is_draining = False
         self.idle = asyncio.Event()
@@ -155,8 +161,22 @@ class EngineClient:
         """Refuse new requests; those that are open go on."""
         self._is_draining = True
 
-    def cancel(self, name: str) -> int:
-        """End the requests of this name with FinishReason.ABORT; returns how many there were."""
+    async def cancel(self, name: str, timeout: float) -> int:
+        """End the requests of this name with FinishReason.ABORT, here and in the siblings; returns how many there were.
+
+        Raises as `probe`.
+        """
+        asked = [(next(self._serials), sibling) for sibling in self._siblings.values()]
+        answers = [
+            self._ask(serial, pipe, wire.CancelCall(serial, self._index, name), timeout) for serial, pipe in asked
+        ]
+        found = self._cancel(name)
+        for answer in await asyncio.gather(*answers):
+            assert isinstance(answer, wire.CallAnswer)
+            found += answer.data["cancelled"]
+        return found
+
+    def _cancel(self, name: str) -> int:
         found = [generation for generation in self._generations if generation.name == name and not generation.has_ended]
         for generation in found:
             self._abort(self._generations[generation])
@@ -176,6 +196,8 @@ class EngineClient:
                 self._job_done(uids)
                 for route in filter(None, [self._routes.pop(uid, None) for uid in uids]):
                     route.generation.fail(EngineError(error))
+            case wire.CancelCall(serial, sender, name):
+                self._siblings[sender].send(wire.CallAnswer(serial, {"cancelled": self._cancel(name)}))
             case wire.Pulse() | wire.CallAnswer():
                 waiter = self._questions.pop(message.serial, None)
                 if waiter is not None and not waiter.done():  # it may be cancelled, and its owner not yet woken
@@ -230,7 +252,8 @@ class EngineClient:
         try:
             return await asyncio.wait_for(waiter, timeout)
         except TimeoutError:
-            raise Overloaded(f"no answer within {timeout:g} s; try again later") from None
+            who = "the scheduler" if pipe is self._scheduler else "another process"
+            raise Overloaded(f"{who} has not answered within {timeout:g} s") from None
         finally:
             self._questions.pop(serial, None)
 

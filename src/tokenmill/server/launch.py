@@ -12,9 +12,11 @@ import socket
 import ssl
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import uvloop
 
@@ -31,6 +33,20 @@ from tokenmill.worker.settings import SchedulerSettings
 MAX_SOCKET_PATH = 107
 LONGEST_PIPE = "tokenizer-9999"
 
+MUCH = 10**6
+RANGES: Mapping[str, tuple[float, float]] = {
+    "port": (0, 65535),
+    "tokenizers": (1, 64),
+    "api_workers": (1, 64),
+    "max_body_bytes": (1, 2**40),
+    "max_header_bytes": (256, 2**24),
+    "max_headers": (1, MUCH),
+    "start_timeout": (0.1, MUCH),
+    "shutdown_grace": (0, MUCH),
+    "sse_keep_alive": (0, MUCH),
+    **dict.fromkeys(("head_timeout", "body_timeout", "send_timeout", "keep_alive"), (0.001, MUCH)),
+}
+
 Planner = Callable[[RunConfig, ServerConfig, Path, Path], Sequence[ProcessPlan]]
 
 
@@ -40,10 +56,11 @@ def plan_processes(run: RunConfig, server: ServerConfig, model: Path, directory:
 
     def text(name: str, target: str) -> ProcessPlan:
         parsers = server.tool_parser, server.reasoning_parser
-        settings = TextSettings(model, directory, name, template, run.model.random_weights, *parsers)
+        is_random, number = run.model.random_weights, server.api_workers
+        settings = TextSettings(model, directory, name, template, is_random, *parsers, api_workers=number)
         return ProcessPlan(name, f"tokenmill.text.worker:{target}", settings, server.log_level)
 
-    scheduler = SchedulerSettings(run, model, directory)
+    scheduler = SchedulerSettings(run, model, directory, api_workers=server.api_workers)
     return [
         ProcessPlan("scheduler-0", "tokenmill.worker.main:run_scheduler", scheduler, server.log_level),
         text("detokenizer", "run_detokenizer"),
@@ -58,45 +75,66 @@ def serve(run: RunConfig, server: ServerConfig, planner: Planner = plan_processe
     KeyboardInterrupt: a signal came before the server was ready.
     """
     began = time.monotonic()
-    check_range("--port", server.port, 0, 65535)
-    check_range("--tokenizers", server.tokenizers, 1, 64)
-    check_range("--max-body-bytes", server.max_body_bytes, 1, 2**40)
-    check_range("--start-timeout", server.start_timeout, 0.1, 10**6)
-    check_range("--shutdown-grace", server.shutdown_grace, 0, 10**6)
-    check_range("--max-header-bytes", server.max_header_bytes, 256, 2**24)
-    check_range("--max-headers", server.max_headers, 1, 10**6)
-    for flag in ("head_timeout", "body_timeout", "send_timeout", "keep_alive"):
-        check_range(f"--{flag.replace('_', '-')}", getattr(server, flag), 0.001, 10**6)
-    check_range("--sse-keep-alive", server.sse_keep_alive, 0, 10**6)
+    for name, (least, most) in RANGES.items():
+        check_range(f"--{name.replace('_', '-')}", getattr(server, name), least, most)
     keys = read_keys(server.api_key, server.api_key_file)
     check_tls(server.tls_cert, server.tls_key)
     log.configure("server", server.log_level)
+    with contextlib.ExitStack() as stack:
+        listeners = listen(server.host, server.port, server.api_workers)
+        for listener in listeners:
+            stack.enter_context(listener)
+        engine = stack.enter_context(started(run, server, planner, "tokenmill.server.running"))
+        from tokenmill.server.api import ApiSettings
+        from tokenmill.server.running import Running
+
+        name = server.served_model_name or run.model.model
+        settings = ApiSettings(server, keys, name, engine.directory, engine.info)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(Running(settings, listeners, began).run(engine.supervisor))
+
+
+@dataclass(frozen=True)
+class Started:
+    """The engine's processes, ready: their supervisor, where their pipes lie, and what they told."""
+
+    supervisor: Supervisor
+    directory: Path
+    info: Mapping[str, Any]
+
+
+@contextlib.contextmanager
+def started(run: RunConfig, server: ServerConfig, planner: Planner, meanwhile: str) -> Iterator[Started]:
+    """The engine's processes, ended on leaving; the module `meanwhile` is imported while they start.
+
+    Raises as `serve`.
+    """
     load_policy(run.scheduler.policy)  # the scheduler does it too, seconds later
-    with bind(server.host, server.port) as listener, _terminate_as_interrupt(), private_directory() as directory:
+    with _terminate_as_interrupt(), private_directory() as directory:
         model = resolve_model(run.model.model, needs_weights=not run.model.random_weights)
         supervisor = Supervisor(server.start_timeout)
         try:
-            app = partial(importlib.import_module, "tokenmill.server.running")
-            ready = supervisor.start(planner(run, server, model, directory), meanwhile=app)
-            from tokenmill.server.running import Running
-
-            running = Running(
-                server, keys, server.served_model_name or run.model.model, listener, directory, ready, began
-            )
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                return runner.run(running.run(supervisor))
+            plans = planner(run, server, model, directory)
+            ready = supervisor.start(plans, meanwhile=partial(importlib.import_module, meanwhile))
+            yield Started(supervisor, directory, ready["tokenizer-0"].info | ready["scheduler-0"].info)
         finally:
             supervisor.stop(grace=1.0)
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Early, so that a port in use is known before a model is loaded.
+def listen(host: str, port: int, number: int = 1) -> list[socket.socket]:
+    """Listening sockets with one address. Early, so that a port in use is known before a model is loaded.
 
-    Raises ConfigError: the address cannot be used.
+    The kernel shares connections out among them. Raises ConfigError: the address cannot be used.
     """
     try:
         family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return socket.create_server((str(where[0]), port), family=family, backlog=2048)
+        create = partial(socket.create_server, family=family, backlog=2048)
+        first = create((str(where[0]), port))
+        if number == 1:
+            return [first]
+        with first:  # alone, it finds out whether the port is free: those that share one would join another server's
+            port = first.getsockname()[1]
+        return [create((str(where[0]), port), reuse_port=True) for _ in range(number)]
     except socket.gaierror as error:
         raise ConfigError(f"--host {host} is not a usable address: {error.strerror}") from None
     except OSError as error:
@@ -105,6 +143,8 @@ def bind(host: str, port: int) -> socket.socket:
                 f"port {port} on {host} is in use: stop the other server, or choose another one with --port"
             ) from None
         raise ConfigError(f"cannot listen on {host} port {port}: {os.strerror(error.errno or 0)}") from None
+    except ValueError as error:
+        raise ConfigError(f"--api-workers {number} cannot be: {error}; use 1 here") from None
 
 
 def check_tls(cert: str | None, key: str | None) -> None:

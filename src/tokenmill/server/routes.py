@@ -81,7 +81,7 @@ def make_router(client: EngineClient, settings: AppSettings) -> APIRouter:
         "/v1/requests/{request_id:path}/cancel", summary="End a request by its X-Request-Id, or its answer's id"
     )
     async def cancel(request: Request, request_id: str) -> Response:
-        number = client.cancel(request_name(request.state.holder, request_id))
+        number = await client.cancel(request_name(request.state.holder, request_id), settings.answer_timeout)
         if not number:
             raise RouteError(f"no request {request_id[:MAX_NAME]!r} is running or waiting", 404)
         return json_response({"id": request_id, "object": "request.cancelled", "cancelled": number})

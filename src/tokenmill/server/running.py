@@ -4,178 +4,123 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
-from functools import partial
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-import uvicorn
 import zmq
 
-from tokenmill.config import ServerConfig
 from tokenmill.errors import Overloaded, TokenmillError, WorkerDied
-from tokenmill.procs import Ready, Supervisor
-from tokenmill.server.app import create_app
-from tokenmill.server.client import EngineClient, Inbox
-from tokenmill.server.connections import ConnectionLimits, LimitedConnection
-from tokenmill.server.edges import EdgeSettings
-from tokenmill.server.keys import Keys
-from tokenmill.server.settings import AppSettings
-from tokenmill.text.dialect import Dialect
+from tokenmill.procs import ProcessPlan, Supervisor
+from tokenmill.server.api import FAREWELL, Api, ApiSettings, run_api
 from tokenmill.version import __version__
 from tokenmill.wire.channel import PushChannel, address
-from tokenmill.wire.messages import Limits
-
-FAREWELL = 2.0  # seconds for last events to reach the clients
+from tokenmill.wire.messages import Farewell, error_info
 
 logger = logging.getLogger(__name__)
 
-
-class _HttpServer(uvicorn.Server):
-    """uvicorn without signal handlers of its own, which tells when it is up."""
-
-    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._on_started = on_started
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._on_started()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+End = Callable[[float, TokenmillError], None]
 
 
 @dataclass
 class Running:
-    """Answers requests until a signal or until a process dies."""
+    """Answers requests until a signal or until a process dies; in this process, or in several others."""
 
-    server: ServerConfig
-    keys: Keys
-    name: str
-    listener: socket.socket
-    directory: Path
-    ready: Mapping[str, Ready]
+    settings: ApiSettings
+    listeners: Sequence[socket.socket]
     began: float
+
+    def __post_init__(self) -> None:
+        self._address = self.listeners[0].getsockname()[:2]
 
     async def run(self, supervisor: Supervisor) -> int:
         """Serve; returns the exit code."""
-        names = ("scheduler", *(f"tokenizer-{index}" for index in range(self.server.tokenizers)))
+        if len(self.listeners) == 1:
+            settings = dataclasses.replace(self.settings, listener=self.listeners[0])
+            with settings.connect() as (client, inbox):
+                api = Api(settings, client, inbox, self._say_ready)
+                return await self._watch(supervisor, api.end, asyncio.create_task(api.run()), ())
+        count = range(len(self.listeners))
+        plans = [
+            ProcessPlan(
+                f"api-{index}",
+                run_api,
+                dataclasses.replace(self.settings, listener=self.listeners[index], index=index),
+                self.settings.server.log_level,
+            )
+            for index in count
+        ]
+        supervisor.start(plans)
+        for listener in self.listeners:
+            listener.close()  # a copy that stayed open here would go on taking connections
         with contextlib.ExitStack() as stack:
-            inbox = stack.enter_context(contextlib.closing(Inbox(self.directory)))
             context = stack.enter_context(zmq.Context())
-            pipes = [PushChannel[Any](context, address(self.directory, name)) for name in names]
-            scheduler, *tokenizers = [stack.enter_context(contextlib.closing(pipe)) for pipe in pipes]
-            info = self.ready["scheduler-0"].info
-            for tokenizer in tokenizers:
-                tokenizer.send(Limits(max_model_len=info["max_model_len"], vocab_size=info["vocab_size"]))
-            limits = {name: info[name] for name in ("max_waiting", "max_waiting_tokens")}
-            return await self._supervise(EngineClient(tokenizers, scheduler, **limits), inbox, supervisor)
+            addresses = [address(self.settings.directory, f"server-{index}") for index in count]
+            pipes = [stack.enter_context(contextlib.closing(PushChannel[Any](context, where))) for where in addresses]
 
-    async def _supervise(self, client: EngineClient, inbox: Inbox, supervisor: Supervisor) -> int:
-        http = _HttpServer(self._http_config(client), self._say_ready)
-        asked, insisted = self._signals()
-        death = asyncio.create_task(supervisor.watch())
-        pump = asyncio.create_task(client.pump(inbox))
-        serving = asyncio.create_task(http.serve([self.listener]))
-        stopping = asyncio.create_task(asked.wait())
-        insisting = asyncio.create_task(insisted.wait())
-        tasks = {death, pump, serving, stopping, insisting}
+            def end(grace: float, error: TokenmillError) -> None:
+                for pipe in pipes:
+                    pipe.send(Farewell(grace, error_info(error)))
+
+            self._say_ready()
+            ended = asyncio.create_task(asyncio.Event().wait())
+            return await self._watch(supervisor, end, ended, [plan.name for plan in plans])
+
+    async def _watch(self, supervisor: Supervisor, end: End, serving: asyncio.Task[Any], names: Sequence[str]) -> int:
+        """Have the API end, once something asks for it; `serving` is its task here, or `names` its processes."""
+        signals: asyncio.Queue[int] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, signals.put_nowait, number)
+        asked, death = asyncio.create_task(signals.get()), asyncio.create_task(supervisor.watch())
+        farewell: TokenmillError = Overloaded("the server is shutting down")
+        left, is_asked, died = set(names), False, False
+        timeout: float | None = None
         try:
-            await asyncio.wait(tasks - {insisting}, return_when=asyncio.FIRST_COMPLETED)
-            client.drain()
-            farewell: TokenmillError = Overloaded("the server is shutting down")
-            if stopping.done() and not death.done():
-                if not client.idle.is_set():
-                    grace = self.server.shutdown_grace
-                    logger.info("stopping; running requests get %g s, another Ctrl-C ends them", grace)
-                draining = asyncio.create_task(client.idle.wait())
-                tasks.add(draining)
-                await asyncio.wait(
-                    {draining, death, insisting},
-                    timeout=self.server.shutdown_grace,
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-            if died := _death(asked.is_set(), death, pump, serving):
-                logger.error("%s; the server ends", died.message)
-                farewell = died
-            client.fail(farewell)
-            http.should_exit = True
-            http.force_exit = insisting.done()
-            await asyncio.wait({serving}, timeout=FAREWELL)
+            while not serving.done() and (left or not names):
+                tasks = {asked, death, serving}
+                done, _ = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+                grace = 0.0
+                if asked in done:
+                    grace, is_asked = 0.0 if is_asked else self.settings.server.shutdown_grace, True
+                    asked = asyncio.create_task(signals.get())
+                elif death in done:
+                    ended = death.result()
+                    death = asyncio.create_task(supervisor.watch())
+                    left.discard(ended.name)
+                    if is_asked and ended.name in names and ended.exit_code == 0:
+                        continue
+                    # Service managers send SIGTERM to the children too.
+                    if not died and not (is_asked and ended.exit_code == -signal.SIGTERM):
+                        died, farewell = True, WorkerDied(f"the {ended.name} process has ended: {ended.reason}")
+                        logger.error("%s; the server ends", farewell.message)
+                else:
+                    break
+                end(grace, farewell)
+                timeout = grace + FAREWELL + 1.0
+            if serving.done() and (error := serving.exception()):
+                logger.error("the server process failed; the server ends", exc_info=error)
+                return 1
             return 1 if died else 0
         finally:
-            for task in tasks:
+            for task in (asked, death, serving):
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _http_config(self, client: EngineClient) -> uvicorn.Config:
-        info, text = self.ready["scheduler-0"].info, self.ready["tokenizer-0"].info
-        settings = AppSettings(
-            model=self.name,
-            max_model_len=info["max_model_len"],
-            has_priorities=info["has_priorities"],
-            max_body_bytes=self.server.max_body_bytes,
-            sampling_defaults=text.get("sampling_defaults", {}),
-            dialect=text.get("dialect", Dialect()),
-            sse_keep_alive=self.server.sse_keep_alive,
-            timings=self.server.timings,
-        )
-        limits = ConnectionLimits(*(getattr(self.server, limit.name) for limit in fields(ConnectionLimits)))
-        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # what clients send wrongly is not our news
-        return uvicorn.Config(
-            create_app(client, settings, EdgeSettings(self.keys, self.server.cors_origins)),
-            http=cast(Any, partial(LimitedConnection, limits)),
-            ssl_certfile=self.server.tls_cert,
-            ssl_keyfile=self.server.tls_key,
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            ws="none",
-            server_header=False,
-            timeout_keep_alive=cast(Any, self.server.keep_alive),  # a float does as well
-        )
-
-    def _signals(self) -> tuple[asyncio.Event, asyncio.Event]:
-        """Events for the first and for a further SIGINT or SIGTERM."""
-        loop = asyncio.get_running_loop()
-        asked, insisted = asyncio.Event(), asyncio.Event()
-
-        def receive() -> None:
-            (insisted if asked.is_set() else asked).set()
-
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, receive)
-        return asked, insisted
+            await asyncio.gather(asked, death, serving, return_exceptions=True)
 
     def _say_ready(self) -> None:
-        host, port = self.listener.getsockname()[:2]
-        scheme = "http" if self.server.tls_cert is None else "https"
+        server = self.settings.server
+        host, port = self._address
+        scheme = "http" if server.tls_cert is None else "https"
         where = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-        seconds = time.monotonic() - self.began
+        seconds, name = time.monotonic() - self.began, self.settings.name
         try:
-            print(f"tokenmill {__version__}: {self.name} ready at {where} in {seconds:.1f} s; Ctrl-C stops", flush=True)
+            print(f"tokenmill {__version__}: {name} ready at {where} in {seconds:.1f} s; Ctrl-C stops", flush=True)
         except OSError:  # nobody reads it; the interpreter flushes once more at its end
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _death(is_asked: bool, death: asyncio.Task[Any], *inner: asyncio.Task[None]) -> TokenmillError | None:
-    """Why the server cannot go on: a child ended, or a task of this process did."""
-    if death.done():
-        ended = death.result()
-        if is_asked and ended.exit_code == -signal.SIGTERM:
-            return None  # service managers send SIGTERM to the children too
-        return WorkerDied(f"the {ended.name} process has ended: {ended.reason}")
-    for task in inner:
-        if task.done() and (error := task.exception()):
-            logger.error("an internal error", exc_info=error)
-            return WorkerDied("the server process failed")
-    return None

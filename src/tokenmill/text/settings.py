@@ -12,6 +12,8 @@ class TextSettings:
 
     `chat_template` stands in place of the model's own, the parsers in place of what it shows
     (`text.dialect`). `or_bytes`: see `Tokenizer.load`.
+    `chat_template` stands in place of the model's own. `or_bytes`: see `Tokenizer.load`. `api_workers`
+    is the number of API servers.
     """
 
     model: Path
@@ -21,3 +23,4 @@ class TextSettings:
     or_bytes: bool = False
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
+    api_workers: int = 1

@@ -25,7 +25,7 @@ from tokenmill.text.settings import TextSettings
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.types import SamplingParams
 from tokenmill.wire import messages as wire
-from tokenmill.wire.channel import PullChannel, PushChannel, Receiver, Sender, address
+from tokenmill.wire.channel import PullChannel, PushChannel, Receiver, Sender, ServerChannel, address
 from tokenmill.wire.messages import ToDetokenizer, ToScheduler, ToServer, ToTokenizer
 
 PROMPT_TAIL = 8
@@ -320,12 +320,12 @@ def run_detokenizer(settings: TextSettings, report: Report) -> None:
 @contextmanager
 def _channels(
     settings: TextSettings, kind: Any
-) -> Iterator[tuple[PullChannel[Any], PushChannel[ToScheduler], PushChannel[ToServer]]]:
+) -> Iterator[tuple[PullChannel[Any], PushChannel[ToScheduler], ServerChannel]]:
     directory = settings.directory
     with (
         zmq.Context() as context,
         closing(PullChannel[Any](context, address(directory, settings.name), kind)) as inbox,
         closing(PushChannel[ToScheduler](context, address(directory, "scheduler"))) as scheduler,
-        closing(PushChannel[ToServer](context, address(directory, "server"))) as server,
+        closing(ServerChannel(context, directory, settings.api_workers)) as server,
     ):
         yield inbox, scheduler, server

@@ -13,6 +13,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import msgspec
 import zmq
 
+from tokenmill.wire.messages import CallAnswer, Pulse, Refused, TextBatch, TextDelta, Tokenized, ToServer
+
 T = TypeVar("T")
 T_in = TypeVar("T_in", contravariant=True)
 
@@ -89,6 +91,35 @@ class PushChannel(Generic[T]):
     def close(self) -> None:
         """Flush for at most half a second and close."""
         self._socket.close()
+
+
+class ServerChannel:
+    """The pipes "server-0" and so on to the API servers; each gets what is about its own uids and serials."""
+
+    def __init__(self, context: zmq.Context[Any], directory: Path, number: int) -> None:
+        self._pipes = [PushChannel[ToServer](context, address(directory, f"server-{index}")) for index in range(number)]
+
+    def send(self, message: ToServer, /) -> None:
+        """Queue one message, in parts if several servers are concerned; returns at once."""
+        number = len(self._pipes)
+        if number == 1:
+            self._pipes[0].send(message)
+        elif isinstance(message, TextBatch):
+            parts: list[list[TextDelta]] = [[] for _ in self._pipes]
+            for delta in message.deltas:
+                parts[delta.uid % number].append(delta)
+            for pipe, part in zip(self._pipes, parts, strict=True):
+                if part:
+                    pipe.send(TextBatch(part))
+        elif isinstance(message, Tokenized | Refused):
+            self._pipes[message.uids[0] % number].send(message)
+        elif isinstance(message, Pulse | CallAnswer):
+            self._pipes[message.serial % number].send(message)
+
+    def close(self) -> None:
+        """Flush and close."""
+        for pipe in self._pipes:
+            pipe.close()
 
 
 class PullChannel(Generic[T]):

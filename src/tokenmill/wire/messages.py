@@ -11,6 +11,10 @@ Token ids travel as int32 bytes (`pack_ids`, `unpack_ids`), results as columns. 
     scheduler   -- Pulse, CallAnswer -----> API server
     detokenizer -- TextBatch -----------> API server
     detokenizer -- Abort ---------------> scheduler             (a stop string was found)
+    main        -- Farewell ------------> API server            (where there are several)
+    API server  -- CancelCall, CallAnswer -> API server
+
+Of several API servers, number i gives only uids and serials that are i modulo their number: so answers find their way.
 """
 
 from __future__ import annotations
@@ -224,6 +228,21 @@ class CallAnswer(msgspec.Struct, frozen=True, tag=True):
     error: ErrorInfo | None = None
 
 
+class CancelCall(msgspec.Struct, frozen=True, tag=True):
+    """Has another API server end the requests of this name; answered to `sender` by a CallAnswer with how many."""
+
+    serial: int
+    sender: int
+    name: str
+
+
+class Farewell(msgspec.Struct, frozen=True, tag=True):
+    """The server is ending: requests that are open get `grace` seconds, and then this error."""
+
+    grace: float
+    error: ErrorInfo
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """End the loop that reads this, at once. Processes are ended by SIGTERM."""
 
@@ -311,4 +330,4 @@ class TextBatch(msgspec.Struct, frozen=True, tag=True):
 ToTokenizer = Limits | TokenizeJob | CacheCall | TextCall | Abort | Stop
 ToScheduler = GenerateJob | CacheCall | Abort | Probe | Tick | Stop
 ToDetokenizer = OpenText | TokenBatch | Stop
-ToServer = Tokenized | Refused | TextBatch | Pulse | CallAnswer
+ToServer = Tokenized | Refused | TextBatch | Pulse | CallAnswer | CancelCall | Farewell

@@ -10,7 +10,7 @@ import zmq
 
 from tokenmill.engine.warm_up import WarmUp
 from tokenmill.procs import Report
-from tokenmill.wire.channel import NullSender, PushChannel, Sender, address
+from tokenmill.wire.channel import NullSender, PushChannel, Sender, ServerChannel, address
 from tokenmill.wire.messages import ToDetokenizer, ToServer
 from tokenmill.worker.core import make_core
 from tokenmill.worker.inbox import open_inbox
@@ -40,7 +40,7 @@ def run_scheduler(settings: SchedulerSettings, report: Report) -> None:
         server: Sender[ToServer] = NullSender()
         if settings.rank == 0:
             detokenizer = PushChannel(context, address(settings.directory, "detokenizer"))
-            server = PushChannel(context, address(settings.directory, "server"))
+            server = ServerChannel(context, settings.directory, settings.api_workers)
             stack.enter_context(closing(detokenizer))
             stack.enter_context(closing(server))
         has_twin = settings.run.engine.debug_ranks

@@ -17,3 +17,4 @@ class SchedulerSettings:
     directory: Path
     rank: int = 0
     size: int = 1
+    api_workers: int = 1
