@@ -11,9 +11,7 @@ class TextSettings:
     """A tokenizer or the detokenizer: the model's files, the run's private directory, and its own pipe's name there.
 
     `chat_template` stands in place of the model's own, the parsers in place of what it shows
-    (`text.dialect`). `or_bytes`: see `Tokenizer.load`.
-    `chat_template` stands in place of the model's own. `or_bytes`: see `Tokenizer.load`. `api_workers`
-    is the number of API servers.
+    (`text.dialect`). `or_bytes`: see `Tokenizer.load`. `api_workers` is the number of API servers.
     """
 
     model: Path
