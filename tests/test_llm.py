@@ -254,11 +254,11 @@ def test_a_step_that_fails_closes_it_and_ends_all_requests(tmp_path, monkeypatch
     next(stream)
     compute, steps = getattr(llm._engine, where), []
 
-    def fail(plan):
+    def fail(plan, *parts):
         steps.append(plan)
         if len(steps) == 2:
             raise RuntimeError("no memory for a step")
-        return compute(plan)
+        return compute(plan, *parts)
 
     monkeypatch.setattr(llm._engine, where, fail)
     with pytest.raises(RuntimeError, match="no memory"):

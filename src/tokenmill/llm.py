@@ -22,6 +22,8 @@ from tokenmill.hub import resolve_model
 from tokenmill.parallel.group import Group
 from tokenmill.procs import interrupts_held
 from tokenmill.text.detokenizer_stage import DetokenizerStage
+from tokenmill.text.grammar import Matchers, Vocabulary
+from tokenmill.text.grammar_gate import GrammarGate
 from tokenmill.text.messages import check_messages
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.text.worker import TokenizerStage, load_template
@@ -98,7 +100,8 @@ class LLM:
         path = resolve_model(run.model.model, needs_weights=not is_random)
         tokenizer = Tokenizer.load(path, or_bytes=is_random)
         template = load_template(tokenizer, Path(run.model.chat_template) if run.model.chat_template else None)
-        self._engine, config, spec = load_engine(run, path, Group.solo())
+        self._matchers = Matchers(lambda: Vocabulary.of(tokenizer, spec.vocab_size))
+        self._engine, config, spec = load_engine(run, path, Group.solo(), matchers=self._matchers)
         self._tokenizer_stage = TokenizerStage(
             tokenizer, template, wire.Limits(max_model_len=config.max_model_len, vocab_size=spec.vocab_size)
         )
@@ -109,7 +112,7 @@ class LLM:
         self.vocab_size = spec.vocab_size
         core = make_core(
             dataclasses.replace(config, max_waiting_tokens=sys.maxsize),
-            LeaderInbox(self._to_scheduler),
+            LeaderInbox(GrammarGate(self._to_scheduler, self._matchers.start)),
             self._to_detokenizer,
             NullSender(),
             has_pace=False,
@@ -132,6 +135,8 @@ class LLM:
         if self._is_open:
             self._is_open = False
             self._engine.close()
+            self._matchers.close()
+            self._tokenizer_stage.grammars.close()
 
     def generate(
         self,

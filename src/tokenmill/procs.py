@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pkgutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -258,6 +259,33 @@ def _run_child(plan: ProcessPlan, pipe: connection.Connection, parent: int) -> N
         logger.exception("ended by an error")
         report.send(f"{type(error).__name__}: {error}")
         _exit(1)
+
+
+def start_helper(module: str) -> tuple[connection.Connection, subprocess.Popen[bytes]]:
+    """Start `module` as a program, in a session of its own: out of reach of Ctrl-C, with all it starts a group to kill.
+
+    Linux ends it when the thread that calls this ends. Its end of the pipe is what `helper_pipe` gives there.
+    """
+    ours, theirs = multiprocessing.Pipe()
+    paths = os.pathsep.join(map(os.path.abspath, sys.path))
+    with theirs:
+        program = subprocess.Popen(
+            [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())],
+            env={**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=None if logger.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,
+        )
+    return ours, program
+
+
+def helper_pipe(name: str) -> connection.Connection:
+    """The pipe of a program that `start_helper` started, which from now on ends with its parent."""
+    descriptor, parent = map(int, sys.argv[1:])
+    end_with_parent(name, parent)
+    return connection.Connection(descriptor)
 
 
 def end_with_parent(name: str, parent: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import secrets
 from collections.abc import Sequence, Sized
+from typing import Any
 
 import msgspec
 
@@ -19,6 +20,8 @@ MAX_ALLOWED_IDS = 2**20
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_NAME = 512
+MAX_GRAMMAR = 256 * 1024  # characters
+MAX_TEXTS = 16384  # that an output may be one of
 SEED_BITS = 63
 MAX_INT32 = 2**31 - 1
 
@@ -106,6 +109,51 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     offset: int
 
 
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the whole output must be; exactly one of the first five fields says it.
+
+    Args:
+        json: a value that this JSON schema allows; the schema itself, or its text.
+        json_object: any JSON object.
+        regex: a text that this pattern matches from its beginning to its end.
+        choice: one of these texts.
+        grammar: a text of this grammar, in the notation that llguidance has made of Lark's.
+        strict: refuse what a schema asks for and cannot be enforced; otherwise such parts of it are not looked at.
+        whitespace_pattern: what may stand between the parts of JSON, besides nothing.
+        disable_any_whitespace: nothing may stand between the parts of JSON.
+        param: the field of the request that errors name.
+
+    Raises InvalidRequest when a field is of a wrong kind, too large, or one too many.
+    """
+
+    json: dict[str, Any] | str | bool | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    strict: bool = True
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool = False
+    param: str = "structured_outputs"
+
+    def __post_init__(self) -> None:
+        for name in ("json_object", "strict", "disable_any_whitespace"):
+            self._check(isinstance(getattr(self, name), bool), f"{name} must be true or false")
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            self._check(isinstance(getattr(self, name), str | None), f"{name} must be a string")
+        self._check(isinstance(self.json, dict | str | bool | None), "json must be a JSON schema, or its text")
+        is_list = isinstance(self.choice, list | tuple) and all(isinstance(text, str) for text in self.choice)
+        self._check(self.choice is None or (is_list and len(self.choice) > 0), "choice must be a list of strings")
+        self._check(len(self.choice or ()) <= MAX_TEXTS, f"choice holds at most {MAX_TEXTS} strings")
+        given = [kind for kind in (self.json, self.regex, self.choice, self.grammar) if kind is not None]
+        is_one = len(given) + self.json_object == 1
+        self._check(is_one, "takes exactly one of json, json_object, regex, choice and grammar")
+
+    def _check(self, is_right: bool, words: str) -> None:
+        if not is_right:
+            raise InvalidRequest(f"{self.param}: {words}", self.param)
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to draw and when to stop, for one prompt.
 
@@ -131,6 +179,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         presence_penalty: taken from the logits of ids in the output, -2 to 2.
         frequency_penalty: taken from the logits of ids for each time that they are in the output, -2 to 2.
         repetition_penalty: logits of ids in the prompt or the output are divided by it if positive, else multiplied.
+        structured_outputs: what the whole output must be; then it ends when nothing more can follow, also with
+            ignore_eos, and min_tokens does not keep it from that.
 
     Raises InvalidRequest when a value is out of range; `param` names it.
     """
@@ -156,6 +206,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -179,6 +230,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{name} must be true or false, not {getattr(self, name)!r}", name)
+        if not isinstance(self.structured_outputs, StructuredOutputs | None):
+            raise InvalidRequest("structured_outputs must be StructuredOutputs", "structured_outputs")
         self._check_stops()
         self._check_bias()
         if self.allowed_token_ids is not None:
@@ -211,7 +264,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def needs_history(self) -> bool:
         """Whether the engine must know the tokens so far, for more than the model."""
         has_sequences = any(len(ids) > 1 for ids in self.bad_sequences)
-        return self.is_penalised or has_sequences or self.prompt_logprobs is not None
+        others = self.prompt_logprobs, self.structured_outputs
+        return self.is_penalised or has_sequences or others != (None, None)
 
     def for_choice(self, index: int) -> SamplingParams:
         """The parameters of one of `n` choices: a seed of its own, and n = 1.

@@ -15,7 +15,7 @@ from tokenmill.server.protocol import (
     parse_chat,
     parse_completion,
 )
-from tokenmill.types import SamplingParams, Scheduling
+from tokenmill.types import SamplingParams, Scheduling, StructuredOutputs
 from tokenmill.wire.messages import CacheCall, CacheVerb, ChatPrompt
 
 USER = {"role": "user", "content": "Hi"}
@@ -149,7 +149,6 @@ def test_wrong_values_are_refused_by_name(fields: dict[str, Any], param: str) ->
 @pytest.mark.parametrize(
     "fields",
     [
-        {"response_format": {"type": "json_object"}},
         {"functions": [{"name": "f"}]},
         {"function_call": {"name": "f"}},
         {"best_of": 2},
@@ -403,3 +402,59 @@ def test_template_values_that_cannot_cross_to_another_process_are_refused(value:
     with pytest.raises(InvalidRequest) as caught:
         chat(chat_template_kwargs={"x": value})
     assert caught.value.param == "chat_template_kwargs"
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 10**30}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": None, "structured_outputs": None}, None),
+        ({"response_format": {"type": "json_object"}}, {"json_object": True, "param": "response_format"}),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "t", "schema": SCHEMA}}},
+            {"json": json.dumps(SCHEMA), "strict": False, "param": "response_format"},
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA, "strict": True}}},
+            {"json": json.dumps(SCHEMA), "param": "response_format"},
+        ),
+        ({"structured_outputs": {"json": SCHEMA, "regex": None}}, {"json": json.dumps(SCHEMA)}),
+        ({"structured_outputs": {"json": "{}"}}, {"json": "{}"}),
+        ({"structured_outputs": {"regex": "a+"}, "response_format": {"type": "text"}}, {"regex": "a+"}),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, {"choice": ["a", "b"]}),
+        ({"structured_outputs": {"json_object": True, "disable_any_whitespace": True}},
+         {"json_object": True, "disable_any_whitespace": True}),
+    ],
+)  # fmt: skip
+def test_what_the_output_must_be(fields: dict[str, Any], wanted: dict[str, Any] | None) -> None:
+    for parse in (completion, chat):
+        params = parse(**fields).params
+        assert params.structured_outputs == (wanted and StructuredOutputs(**wanted))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": "json"}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "t"}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"response_format": {"type": "json_object", "indent": 2}}, "response_format.indent"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {"json_object": False}}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
+    ],
+)
+def test_what_cannot_be_an_output_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    for parse in (completion, chat):
+        with pytest.raises(InvalidRequest) as caught:
+            parse(**fields)
+        assert caught.value.param == param

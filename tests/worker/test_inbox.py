@@ -84,7 +84,7 @@ def test_all_ranks_plan_the_same_steps(loop, size, tmp_path):
         stopper = PushChannel(context, address(tmp_path, "scheduler"))
         out = [Ending(24, stopper), *(NullSender() for _ in range(1, size))]
         for rank in range(size):
-            inbox = open_inbox(context, tmp_path, rank, size)
+            inbox = open_inbox(context, tmp_path, rank, size, pytest.fail)
 
             def run(inbox=inbox, rank=rank):
                 with closing(inbox):
@@ -130,8 +130,8 @@ def test_plans_do_not_depend_on_the_process():
 def test_the_leader_hands_on_the_time_also_without_messages(tmp_path):
     """A follower takes in one batch a turn, so that it plans between the same messages as the leader."""
     with zmq.Context() as context:
-        follower = open_inbox(context, tmp_path, 1, 2)
-        leader = open_inbox(context, tmp_path, 0, 2)
+        follower = open_inbox(context, tmp_path, 1, 2, pytest.fail)
+        leader = open_inbox(context, tmp_path, 0, 2, pytest.fail)
         writer = PushChannel(context, address(tmp_path, "scheduler"))
         taken = [leader.receive(0)]
         writer.send(Probe(1))

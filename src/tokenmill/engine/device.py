@@ -151,6 +151,9 @@ class Device(Protocol):
     def submit(self, work: Work) -> Pending:
         """Queue work and return at once."""
 
+    def fetch(self, ids: Tensor) -> Pending:
+        """Integers on their way to the host, behind what is queued so far. Called from submitted work."""
+
     def close(self) -> None:
         """Finish what is queued."""
 
@@ -205,6 +208,17 @@ class CpuTask:
         return self._ids
 
 
+@dataclass(frozen=True, slots=True)
+class CpuFetch:
+    """Numbers that are there."""
+
+    ids: Tensor
+
+    def wait(self) -> list[int]:
+        """See `Pending.wait`."""
+        return self.ids.tolist()
+
+
 class CpuDevice:
     """A thread that runs work in the order given, as a CUDA stream does."""
 
@@ -223,6 +237,10 @@ class CpuDevice:
         task = CpuTask(work)
         self._tasks.put(task)
         return task
+
+    def fetch(self, ids: Tensor) -> CpuFetch:
+        """See `Device.fetch`."""
+        return CpuFetch(ids)
 
     def close(self) -> None:
         """Run what is queued and end the thread."""
@@ -272,11 +290,14 @@ class CudaDevice:
     def submit(self, work: Work) -> CudaTask:
         """See `Device.submit`."""
         with torch.inference_mode(), torch.cuda.stream(self.stream):
-            ids = work()
-            if ids is not None:
-                ids = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True).copy_(ids, non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
+            return self.fetch(work())
+
+    def fetch(self, ids: Tensor | None) -> CudaTask:
+        """See `Device.fetch`."""
+        if ids is not None:
+            ids = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True).copy_(ids, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
         return CudaTask(event, ids)
 
     def capture(self, work: Callable[[], Tensor]) -> Captured:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -24,6 +24,7 @@ from tokenmill.models.base import CausalLM
 from tokenmill.ops.api import Hidden, Ops
 from tokenmill.sampling.base import Sampler
 from tokenmill.sampling.batch import SamplingTable
+from tokenmill.sampling.grammar import NO_ID, GrammarTable, MatcherSource
 from tokenmill.sampling.logprobs import logprob_records
 from tokenmill.sampling.select import make_sampler
 from tokenmill.sched.plan import Row, StepPlan, StepResult
@@ -49,17 +50,24 @@ class DecodeOrder:
 class Handle:
     """A step that was launched. `places` tells where each row's id stands; None: they are in the plan's order."""
 
-    step: int
+    plan: StepPlan
     pending: Pending
     places: list[int] | None
     wanted: Wanted | None
+    verdict: Callable[[int], str | None]
 
     def wait(self) -> StepResult:
         """Block until the step is done."""
         numbers, wanted = self.pending.wait(), self.wanted
         ids = numbers if wanted is None else numbers[: wanted.num_drawn]
-        token_ids = tuple(ids if self.places is None else [ids[place] for place in self.places])
-        return StepResult(self.step, token_ids, *(wanted.split(numbers) if wanted else ()))
+        ids = ids if self.places is None else [ids[place] for place in self.places]
+        endings = {}
+        if NO_ID in ids:
+            drawing = [row for row in self.plan.rows if row.is_sampled]
+            lacking = [row for row, token in zip(drawing, ids, strict=True) if token == NO_ID]
+            endings = {row.uid: self.verdict(row.slot) for row in lacking}
+        drawn, prompts = wanted.split(numbers) if wanted else ({}, {})
+        return StepResult(self.plan.step, tuple(ids), drawn, prompts, endings)
 
 
 class ModelEngine:
@@ -73,6 +81,7 @@ class ModelEngine:
         config: ResolvedConfig,
         device: Device,
         *,
+        matchers: MatcherSource | None = None,
         may_capture: Callable[[], bool] = lambda: True,
         at_close: Callable[[], None] = lambda: None,
     ) -> None:
@@ -84,6 +93,7 @@ class ModelEngine:
         self._device = device
         self._state: DeviceState = allocate(config, model.spec, model.num_kv_heads, device.torch_device)
         self._table = SamplingTable(config.max_running + 1, model.spec.vocab_size, device.upload)
+        self._grammars = GrammarTable(model.spec.vocab_size, device.upload, device.fetch, matchers)
         self._sampler: Sampler = make_sampler(self._table, model.spec, stage.padded_count(config.max_running + 8), ops)
         self._order = DecodeOrder([], [], [])
         self._book = LogprobBook()
@@ -99,11 +109,13 @@ class ModelEngine:
         if self._graphs is None or not plan.is_decode or len(plan.rows) > self.config.graph_max_batch:
             wanted = self._book.look_up(plan.rows)
             work = self._run_eagerly if self._mixed is None else self._replay_mixed
-            return Handle(plan.step, self._submit(plan, partial(work, plan, wanted)), None, wanted)
+            pending = self._submit(plan, partial(work, plan, wanted))
+            return Handle(plan, pending, None, wanted, self._grammars.verdict)
         order = self._order_rows(plan)
         rows = [plan.rows[index] for index in order.rows]
         wanted = self._book.look_up(rows)
-        return Handle(plan.step, self._submit(plan, partial(self._replay, plan, rows, wanted)), order.places, wanted)
+        pending = self._submit(plan, partial(self._replay, plan, rows, wanted))
+        return Handle(plan, pending, order.places, wanted, self._grammars.verdict)
 
     def close(self) -> None:
         """Finish what was launched."""
@@ -127,7 +139,7 @@ class ModelEngine:
 
     def _run_eagerly(self, plan: StepPlan, wanted: Wanted | None) -> Tensor | None:
         state = self._state
-        self._table.open(stage.plan_openings(plan))
+        self._open(plan)
         places = state, self._ops, self._attention, self._device.upload
         batch, slots, positions = stage.make_batch(plan, *places, is_padded=self.config.device == "cuda")
         if self.tracer is not None:
@@ -164,23 +176,36 @@ class ModelEngine:
         self, logits: Tensor, slots: Tensor, positions: Tensor, sampled: stage.Sampled, wanted: Wanted | None
     ) -> Tensor:
         """Ids [sampled]; behind them, in int32, the records of those whose logprobs are wanted."""
-        table, count = self._table, len(sampled.slots)
+        table, grammars, count = self._table, self._grammars, len(sampled.slots)
         places = raw = None
         if wanted is not None and wanted.drawn:
             places = self._device.upload(array("i", [its.place for its in wanted.drawn])).long()
             raw = logits.index_select(0, places)  # what follows changes the logits
-        is_adjusted = table.needs_adjusting(sampled.slots, sampled.positions)
+        is_adjusted = self._needs_adjusting(sampled.slots, sampled.positions)
         if is_adjusted:
             logits = logits.float()
             table.adjust(logits, sampled.slots, sampled.positions)
+        is_dead = grammars.mask(logits, sampled.slots) if grammars.has_any(sampled.slots) else None
         is_filtered = table.needs_filters(sampled.slots)
         ids = self._sampler.draw(logits, slots, positions, self._state.last_tokens, is_filtered=is_filtered)
         if is_adjusted:
             table.advance(ids, sampled.slots)
+        shown = ids[:count]
+        if is_dead is not None:
+            grammars.advance(ids, sampled.slots)
+            shown = torch.where(is_dead, NO_ID, ids)[:count]
         if wanted is None or places is None or raw is None:
-            return ids[:count]
+            return shown
         records = logprob_records(raw, ids.index_select(0, places), wanted.drawn_top)
-        return torch.cat((ids[:count].int(), records.flatten()))
+        return torch.cat((shown.int(), records.flatten()))
+
+    def _open(self, plan: StepPlan) -> None:
+        openings = stage.plan_openings(plan)
+        self._table.open(openings)
+        self._grammars.open(openings)
+
+    def _needs_adjusting(self, slots: Sequence[int], positions: Sequence[int]) -> bool:
+        return self._grammars.has_any(slots) or self._table.needs_adjusting(slots, positions)
 
     def _order_rows(self, plan: StepPlan) -> DecodeOrder:
         rows = plan.rows
@@ -195,8 +220,8 @@ class ModelEngine:
         assert self._graphs is not None
         slots = array("i", [row.slot for row in rows])
         starts = array("i", [row.start for row in rows])
-        self._table.open(stage.plan_openings(plan))
-        is_apart = wanted is not None or self._table.needs_adjusting(slots, starts)
+        self._open(plan)
+        is_apart = wanted is not None or self._needs_adjusting(slots, starts)
         draw = Draw.LOGITS if is_apart else Draw.FILTERED if self._table.needs_filters(slots) else Draw.PLAIN
         graph = self._graphs.get(len(rows), draw)
         if graph is None:
@@ -222,11 +247,11 @@ class ModelEngine:
     def _replay_mixed(self, plan: StepPlan, wanted: Wanted | None) -> Tensor | None:
         assert self._mixed is not None
         assert isinstance(self._attention, TableAttention)
-        self._table.open(stage.plan_openings(plan))
+        self._open(plan)
         columns = stage.StepColumns.of(plan.rows)
         _, slots, positions = columns.draws
         draw = Draw.FILTERED if self._table.needs_filters(slots) else Draw.PLAIN
-        has_none = not slots or wanted is not None or self._table.needs_adjusting(slots, positions)
+        has_none = not slots or wanted is not None or self._needs_adjusting(slots, positions)
         has_none |= max(row.length for row in plan.rows) > self._attention.longest_row
         graph = None if has_none else self._mixed.get(plan.num_tokens, len(slots), draw)
         numbers = None if graph is None else self._lay_out(plan, columns, graph.size)

@@ -19,6 +19,7 @@ from tokenmill.engine.warm_up import WarmUp
 from tokenmill.models.load import load_model, random_model
 from tokenmill.ops.select import make_ops
 from tokenmill.parallel.group import Group
+from tokenmill.sampling.grammar import MatcherSource
 from tokenmill.spec import HardwareInfo, ModelSpec
 from tokenmill.weights.checkpoint import open_checkpoint
 from tokenmill.weights.hf_folder import read_spec
@@ -27,9 +28,15 @@ log = logging.getLogger(__name__)
 
 
 def load_engine(
-    run: RunConfig, path: Path, group: Group, warm_up: WarmUp | None = None
+    run: RunConfig,
+    path: Path,
+    group: Group,
+    warm_up: WarmUp | None = None,
+    matchers: MatcherSource | None = None,
 ) -> tuple[ModelEngine, ResolvedConfig, ModelSpec]:
     """Measure the machine, load the model, size the K/V pool from what is left, make the engine.
+
+    Without `matchers` it takes no requests with grammars.
 
     Raises:
         ModelUnreadable: the model's files cannot be used.
@@ -63,7 +70,7 @@ def load_engine(
         config = dataclasses.replace(config, attention=attention.name)
         _log(run, hardware, config, spec)
         parts = model, ops, attention, config, open_device(config)
-        engine = ModelEngine(*parts, may_capture=warm_up.is_done, at_close=warm_up.cancel)
+        engine = ModelEngine(*parts, matchers=matchers, may_capture=warm_up.is_done, at_close=warm_up.cancel)
         if config.device == "cuda":
             finish_cuda_work()
         warm_up.wait(for_all=config.capture_first)

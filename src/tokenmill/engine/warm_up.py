@@ -16,13 +16,11 @@ import sys
 import threading
 from contextlib import suppress
 from importlib.util import find_spec
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tokenmill.config import RunConfig
-from tokenmill.procs import end_with_parent
+from tokenmill.procs import helper_pipe, start_helper
 
 if TYPE_CHECKING:
     from tokenmill.engine.compiler import Rehearsal
@@ -50,7 +48,7 @@ class WarmUp:
         try:
             self._mark = _mark(run, model, os.stat(str(triton.origin)))
             if not self._mark.exists():
-                self._pipe, self._process = _start()
+                self._pipe, self._process = start_helper(__name__)
         except OSError as error:
             _tell(str(error))
 
@@ -103,23 +101,6 @@ def _tell(reason: str) -> None:
     log.warning("kernels are compiled at first use, not ahead: %s", reason)
 
 
-def _start() -> tuple[Connection, subprocess.Popen[bytes]]:
-    """The process, in a session of its own: out of reach of Ctrl-C, and with all that it starts one group to kill."""
-    ours, theirs = Pipe()
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__, str(theirs.fileno()), str(os.getpid())],
-            env=os.environ
-            | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), "CUDA_VISIBLE_DEVICES": ""},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=None if log.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(),),
-            start_new_session=True,
-        )
-    return ours, process
-
-
 def _mark(run: RunConfig, model: Path, triton: os.stat_result) -> Path:
     """Where the mark is for all that decides which kernels there are: the package, the GPUs, the model and Triton."""
     config = model / "config.json"
@@ -133,9 +114,7 @@ def _mark(run: RunConfig, model: Path, triton: os.stat_result) -> Path:
 
 def main() -> None:
     """The process: imports all that compiling needs, then takes its rehearsal; arguments are pipe and parent."""
-    descriptor, parent = map(int, sys.argv[1:])
-    end_with_parent("compiler", parent)
-    pipe = Connection(descriptor)
+    pipe = helper_pipe("compiler")
     try:
         from tokenmill.engine.compiler import serve_rehearsal
 

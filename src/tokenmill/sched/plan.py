@@ -91,6 +91,7 @@ class StepPlan:
 class StepResult:
     """Ids drawn in a step, one for each row with `is_sampled`, in the plan's order; and logprobs by uid.
 
+    An id is -1 where none could be drawn; `endings` tells for the uid why, or None: its output is complete.
     `logprobs` are those of drawn ids, `prompt_logprobs` those of prompts from a position on, as TokenBatch has them.
     """
 
@@ -98,6 +99,7 @@ class StepResult:
     token_ids: tuple[int, ...]
     logprobs: Mapping[int, bytes] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, tuple[int, bytes]] = field(default_factory=dict)
+    endings: Mapping[int, str | None] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -111,12 +113,16 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Why a request ended; `token` is the id that stopped it, if one did, and `is_end_id` if it was the model's own."""
+    """Why a request ended; `token` is the id that stopped it, if one did, and `is_end_id` if it was the model's own.
+
+    With FinishReason.ERROR, `words` tell what was wrong with the request.
+    """
 
     uid: int
     reason: FinishReason
     token: int | None = None
     is_end_id: bool = False
+    words: str | None = None
 
 
 @dataclass(slots=True)

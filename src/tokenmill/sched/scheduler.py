@@ -161,7 +161,12 @@ class Scheduler:
                 self._share(request, row.start + row.length)
                 if row.is_sampled:
                     del computing[row.uid]
-            if row.is_sampled:
+            if row.uid in result.endings:
+                words = result.endings[row.uid]
+                reason = FinishReason.STOP if words is None else FinishReason.ERROR
+                outcome.finished.append(Ending(row.uid, reason, words=words))
+                self._end(request)
+            elif row.is_sampled:
                 request.token_ids.append(token)
                 tokens.append((row.uid, token))
                 if token in request.stop_ids or len(request.token_ids) >= request.max_len:

@@ -38,6 +38,7 @@ from tokenmill.types import (
     MAX_NAME,
     MAX_STOP_IDS,
     MAX_STOP_STRINGS,
+    MAX_TEXTS,
 )
 
 MAX_CHOICES_IN_ALL = 1024
@@ -52,6 +53,24 @@ BAD_WORD = either(text(1), array(whole(0, MAX_INT32), 1, MAX_BAD_IDS))
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PART = record(["type", "text"], type=one_of("text"), text=TEXT)
 CONTENT = either(TEXT, array(PART, 1))
+GRAMMAR = record(
+    json=either(OBJECT, TEXT, FLAG),
+    json_object=FLAG,
+    regex=TEXT,
+    choice=array(TEXT, 1, MAX_TEXTS),
+    grammar=TEXT,
+    whitespace_pattern=TEXT,
+    disable_any_whitespace=FLAG,
+)
+FORMAT = either(
+    record(["type"], type=one_of("text")),
+    record(["type"], type=one_of("json_object")),
+    record(
+        ["type", "json_schema"],
+        type=one_of("json_schema"),
+        json_schema=record(["schema"], name=text(1, 64), description=TEXT, schema=OBJECT, strict=FLAG),
+    ),
+)
 
 FUNCTION_NAME = record(["name"], name=TEXT)
 CALL = record(
@@ -97,9 +116,9 @@ SAMPLING = (
     honoured("allowed_token_ids", array(whole(0, MAX_INT32), 1, MAX_ALLOWED_IDS), "only these are drawn"),
     honoured("bad_words", array(BAD_WORD, 0, MAX_BAD_WORDS), "texts or sequences of ids that are not generated"),
     refused("length_penalty", "no beam search", 1),
+    honoured("structured_outputs", GRAMMAR, "json_object or one of json, regex, choice, grammar; JSON strictly"),
+    honoured("response_format", FORMAT, "strict: what of a schema cannot be enforced is refused, else left out"),
     honoured("prompt_logprobs", whole(0, MAX_LOGPROBS), "not for streams; each choice of n computes the prompt"),
-    refused("structured_outputs", "not built"),
-    refused("response_format", "not built", {"type": "text"}),
     refused("use_beam_search", "no beam search", False),
     refused("truncate_prompt_tokens", "a prompt is never cut"),
     refused("spaces_between_special_tokens", "spaces are the tokenizer's", True),

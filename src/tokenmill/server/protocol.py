@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ from tokenmill.server.schema import Table, equals, kind_of
 from tokenmill.server.tools import ToolUse, tool_use
 from tokenmill.text.dialect import Dialect
 from tokenmill.text.messages import check_messages
-from tokenmill.types import MAX_INT32, SamplingParams, Scheduling, deadline_from
+from tokenmill.types import MAX_INT32, SamplingParams, Scheduling, StructuredOutputs, deadline_from
 from tokenmill.wire.messages import CacheCall, CacheVerb, ChatPrompt, TextCall, pack_ids
 
 Prompt = str | list[int] | ChatPrompt
@@ -34,12 +35,11 @@ MAX_DEPTH = 64
 PLAIN = Dialect()
 NO_TOOLS = ToolUse()
 
+NOT_BY_NAME = "max_tokens", "logit_bias", "logprobs", "structured_outputs"
 SAMPLING = tuple(
     name
     for name in SamplingParams.__struct_fields__
-    if (row := CHAT.fields.get(name))
-    and row.status == "honoured"
-    and name not in ("max_tokens", "logit_bias", "logprobs")
+    if (row := CHAT.fields.get(name)) and row.status == "honoured" and name not in NOT_BY_NAME
 )
 CACHE_TABLES: Mapping[str, Table] = {"probe": PROBE, "pin": PIN, "unpin": PROBE, "flush": FLUSH}
 
@@ -281,7 +281,25 @@ def _params(
     given = old if new is None else new
     values["max_tokens"] = max_tokens if given is None else given
     values["logit_bias"] = {int(key): value for key, value in bias.items()}
+    values["structured_outputs"] = _structured(fields.take("response_format"), fields.take("structured_outputs"))
     return SamplingParams(**values, logprobs=logprobs)
+
+
+def _structured(response_format: Any, structured: Any) -> StructuredOutputs | None:
+    """What the output must be; a schema becomes text, as integers of any size and any depth stand in one."""
+    kind = (response_format or {}).get("type", "text")
+    if kind != "text" and structured is not None:
+        raise InvalidRequest("structured_outputs and response_format differ: set only one", "structured_outputs")
+    if kind == "json_schema":
+        wanted = response_format["json_schema"]
+        strict = wanted.get("strict") is True
+        return StructuredOutputs(json=json.dumps(wanted["schema"]), strict=strict, param="response_format")
+    if kind == "json_object":
+        return StructuredOutputs(json_object=True, param="response_format")
+    given = {name: value for name, value in (structured or {}).items() if value is not None}
+    if isinstance(given.get("json"), dict):
+        given["json"] = json.dumps(given["json"])
+    return StructuredOutputs(**given) if structured is not None else None
 
 
 def _include_usage(fields: _Fields, stream: bool) -> bool:

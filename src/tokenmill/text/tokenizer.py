@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 
+from tokenizers import Tokenizer as Backend
+
 from tokenmill.text.gguf_vocab import load_gguf_vocabulary
 from tokenmill.text.hf_folder import load_folder_vocabulary
 from tokenmill.text.vocabulary import Vocabulary, byte_vocabulary, token_bytes
@@ -51,6 +53,10 @@ class Tokenizer:
         if or_bytes and path.is_dir() and not (path / "tokenizer.json").exists():
             return cls(byte_vocabulary())
         return cls(load_folder_vocabulary(path) if path.is_dir() else load_gguf_vocabulary(path))
+
+    def copy_backend(self) -> Backend:
+        """A backend of its own, for use by another thread."""
+        return Backend.from_str(self._backend.to_str())
 
     def longest_text(self, num_tokens: int) -> int:
         """Most characters that `num_tokens` tokens can stand for: a longer text need not be tokenized to be refused."""

@@ -21,6 +21,9 @@ from tokenmill.text.chat import encode_chat
 from tokenmill.text.chat_template import ChatTemplate
 from tokenmill.text.detokenizer_stage import DetokenizerStage
 from tokenmill.text.dialect import find_dialect
+from tokenmill.text.grammar import Vocabulary
+from tokenmill.text.grammar_check import GrammarCheck
+from tokenmill.text.grammar_gate import GrammarGate
 from tokenmill.text.settings import TextSettings
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.types import SamplingParams
@@ -54,6 +57,7 @@ class TokenizerStage:
         self._tokenizer = tokenizer
         self._template = template
         self.limits = limits
+        self.grammars = GrammarCheck(lambda: Vocabulary.of(tokenizer, tokenizer.vocab_size))
 
     def process(self, job: wire.TokenizeJob) -> tuple[list[wire.GenerateJob], wire.Tokenized | wire.Refused]:
         """One GenerateJob a choice and a Tokenized; or none and a Refused. Never raises for what a job holds."""
@@ -151,8 +155,12 @@ class TokenizerStage:
                     "max_tokens is 0 and nothing is asked of the prompt: ask for a token", "max_tokens"
                 )
             # The token that a prompt's last step draws is dropped: nothing may depend on it.
-            changes = {"max_tokens": 1, "min_tokens": 0, "stop_token_ids": (), "logprobs": None, "ignore_eos": True}
+            nothing = {"structured_outputs": None, "logprobs": None, "stop_token_ids": ()}
+            changes = {"max_tokens": 1, "min_tokens": 0, "ignore_eos": True, **nothing}
             params, max_tokens = msgspec.structs.replace(params, **changes), 1
+        if params.structured_outputs is not None:
+            self.grammars.check(params.structured_outputs)
+        never_ends = params.ignore_eos and params.structured_outputs is None
         packed = wire.pack_ids(token_ids)
         options = wire.TextOptions(
             stop=list(params.stop_strings),
@@ -174,7 +182,7 @@ class TokenizerStage:
                 token_ids=packed,
                 params=params.for_choice(index),
                 max_tokens=max_tokens,
-                end_ids=[] if params.ignore_eos else [i for i in self._tokenizer.end_ids if i < limits.vocab_size],
+                end_ids=[] if never_ends else [i for i in self._tokenizer.end_ids if i < limits.vocab_size],
                 text=options,
                 scheduling=job.scheduling,
             )
@@ -306,7 +314,9 @@ def run_tokenizer(settings: TextSettings, report: Report) -> None:
     dialect = find_dialect(template, tokenizer.special_texts, settings.tool_parser, settings.reasoning_parser)
     with _channels(settings, ToTokenizer) as channels:
         report.ready(sampling_defaults=tokenizer.sampling_defaults, dialect=dialect)
-        tokenizer_loop(TokenizerStage(tokenizer, template), *channels)
+        inbox, scheduler, server = channels
+        stage = TokenizerStage(tokenizer, template)
+        tokenizer_loop(stage, GrammarGate(inbox, stage.grammars.start), scheduler, server)
 
 
 def run_detokenizer(settings: TextSettings, report: Report) -> None:

@@ -122,7 +122,7 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """One request for the scheduler. `end_ids` are the model's; empty with `ignore_eos`.
+    """One request for the scheduler. `end_ids` are the model's; with `ignore_eos` empty, unless there is a grammar.
 
     `max_tokens` is resolved: never None. `text` is handed on to the detokenizer unread.
     """

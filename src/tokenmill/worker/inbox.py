@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import zmq
 
 from tokenmill.clock import milliseconds
+from tokenmill.text.grammar_gate import GrammarGate
+from tokenmill.types import StructuredOutputs
 from tokenmill.wire.channel import PullChannel, PushChannel, Receiver, Sender, address
 from tokenmill.wire.messages import Tick, ToScheduler
 
@@ -63,11 +66,21 @@ class FollowerInbox:
         self._source.close()
 
 
-def open_inbox(context: zmq.Context[Any], directory: Path, rank: int, size: int) -> Receiver[ToScheduler]:
-    """The inbox of a rank. Rank 0 owns the address "scheduler", the others "rank-1", "rank-2", ..."""
+def open_inbox(
+    context: zmq.Context[Any],
+    directory: Path,
+    rank: int,
+    size: int,
+    compile_grammar: Callable[[StructuredOutputs], Future[Any]],
+) -> Receiver[ToScheduler]:
+    """The inbox of a rank. Rank 0 owns the address "scheduler", the others "rank-1", "rank-2", ...
+
+    Rank 0 takes jobs in once their grammars are compiled; the others compile them when they are needed.
+    """
     if rank > 0:
         return FollowerInbox(PullChannel(context, address(directory, f"rank-{rank}"), list[ToScheduler]))
     followers = [
         PushChannel[list[ToScheduler]](context, address(directory, f"rank-{follower}")) for follower in range(1, size)
     ]
-    return LeaderInbox(PullChannel(context, address(directory, "scheduler"), ToScheduler), followers)
+    pipe = PullChannel[ToScheduler](context, address(directory, "scheduler"), ToScheduler)
+    return LeaderInbox(GrammarGate(pipe, compile_grammar), followers)

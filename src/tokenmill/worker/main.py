@@ -10,6 +10,8 @@ import zmq
 
 from tokenmill.engine.warm_up import WarmUp
 from tokenmill.procs import Report
+from tokenmill.text.grammar import Matchers, Vocabulary
+from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.wire.channel import NullSender, PushChannel, Sender, ServerChannel, address
 from tokenmill.wire.messages import ToDetokenizer, ToServer
 from tokenmill.worker.core import make_core
@@ -29,13 +31,20 @@ def run_scheduler(settings: SchedulerSettings, report: Report) -> None:
     from tokenmill.engine.load import load_engine  # beside the warm-up, as torch's import takes seconds
     from tokenmill.parallel.group import Group
 
-    engine, config, spec = load_engine(settings.run, settings.model, Group.solo(), warm_up)
+    def vocabulary() -> Vocabulary:
+        tokenizer = Tokenizer.load(settings.model, or_bytes=settings.run.model.random_weights)
+        return Vocabulary.of(tokenizer, spec.vocab_size)
+
+    matchers = Matchers(vocabulary)
+    engine, config, spec = load_engine(settings.run, settings.model, Group.solo(), warm_up, matchers)
     gc.collect()
     gc.freeze()  # what is loaded stays: collections beside steps need not look at it
     with ExitStack() as stack:
+        stack.enter_context(closing(matchers))
         stack.enter_context(closing(engine))
         context = stack.enter_context(zmq.Context())
-        inbox = stack.enter_context(closing(open_inbox(context, settings.directory, settings.rank, settings.size)))
+        place = settings.directory, settings.rank, settings.size
+        inbox = stack.enter_context(closing(open_inbox(context, *place, matchers.start)))
         detokenizer: Sender[ToDetokenizer] = NullSender()
         server: Sender[ToServer] = NullSender()
         if settings.rank == 0:

@@ -1,0 +1,157 @@
+"""Masks of what grammars allow: matchers on the host follow the drawn ids, and the device forbids the others."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tokenmill.sampling.adjust import FORBIDDEN, Upload
+from tokenmill.sampling.batch import Opening
+from tokenmill.types import StructuredOutputs
+
+NO_ID = -1  # in place of an id, where there is none to draw
+NOTHING_LEFT = "structured_outputs and allowed_token_ids leave no token that could come next"
+
+
+class Matcher(Protocol):
+    """The state of a grammar behind a request's output so far."""
+
+    def consume_tokens(self, sampled_tokens: list[int], /) -> bool:
+        """Go on by these ids; False: one of them was not allowed, or a limit is passed."""
+
+    def unsafe_compute_mask_ptr(self, trg_pointer: int, trg_byte_size: int, /) -> None:
+        """Write one bit an id: whether it may come next."""
+
+    def is_error(self) -> bool:
+        """Whether nothing more can be told."""
+
+    def get_error(self) -> str:
+        """Why."""
+
+
+class MatcherSource(Protocol):
+    """Where matchers come from. They know the ids of the model's vocabulary and a spare one behind them."""
+
+    @property
+    def end_ids(self) -> Sequence[int]:
+        """Those that end an output, perhaps the spare one; known when the first matcher is made."""
+
+    def make(self, wanted: StructuredOutputs, /) -> Matcher:
+        """One at its beginning."""
+
+
+class Fetched(Protocol):
+    """Numbers on their way from the device."""
+
+    def wait(self) -> list[int]:
+        """Block until they are there."""
+
+
+class GrammarTable:
+    """The matchers of slots. Used only where the device's work is queued, in the order of the steps.
+
+    A step's mask waits for the ids of the step before, which `fetch` brings to the host; meanwhile the device computes
+    what was queued ahead of the mask.
+    """
+
+    def __init__(
+        self, vocab_size: int, upload: Upload, fetch: Callable[[Tensor], Fetched], source: MatcherSource | None
+    ) -> None:
+        self._num_words = -(-(vocab_size + 1) // 32)
+        self._upload, self._fetch, self._source = upload, fetch, source
+        self._slots: dict[int, tuple[Matcher, bool]] = {}  # and whether end ids are to be avoided
+        self._drawn: tuple[Fetched, list[tuple[int, Matcher]]] | None = None  # not looked at yet
+        self._verdicts: dict[int, str | None] = {}
+
+    def open(self, openings: Iterable[Opening]) -> None:
+        """Requests take slots; what was there before is forgotten."""
+        for slot, params, prompt_len, _, history in openings:
+            self._slots.pop(slot, None)
+            self._verdicts.pop(slot, None)
+            if params.structured_outputs is not None:
+                assert self._source is not None, "an engine without grammars is given none"
+                matcher = self._source.make(params.structured_outputs)
+                matcher.consume_tokens(array("i", history)[prompt_len:].tolist())
+                self._slots[slot] = matcher, params.ignore_eos
+
+    def has_any(self, slots: Iterable[int]) -> bool:
+        """Whether any of these slots has a grammar."""
+        return bool(self._slots) and not self._slots.keys().isdisjoint(slots)
+
+    def verdict(self, slot: int) -> str | None:
+        """Why a step had no id for the slot; None: its output is complete. Stays until the slot is opened again."""
+        return self._verdicts.get(slot, NOTHING_LEFT)
+
+    def mask(self, logits: Tensor, slots: Sequence[int]) -> Tensor:
+        """Forbid in place what the grammars do not allow, except in rows where nothing is left.
+
+        Args:
+            logits: [sampled, vocab] float32.
+            slots: the slot of each row.
+
+        Returns:
+            [sampled] bool: the rows where nothing is left.
+        """
+        if self._drawn is not None:
+            fetched, matchers = self._drawn
+            ids = fetched.wait()
+            for place, matcher in matchers:
+                matcher.consume_tokens([ids[place]])
+            self._drawn = None
+        places = [place for place, slot in enumerate(slots) if slot in self._slots]
+        masks = array("i", bytes(4 * self._num_words * len(places)))
+        start, length = masks.buffer_info()[0], 4 * self._num_words
+        bits = memoryview(masks).cast("B")
+        for index, place in enumerate(places):
+            matcher, _ = self._slots[slots[place]]
+            matcher.unsafe_compute_mask_ptr(start + index * length, length)
+            self._look_at_ends(slots[place], bits[index * length : (index + 1) * length])
+        numbers = self._upload(array("i", places) + masks)
+        rows = numbers[: len(places)].long()
+        return apply_masks(logits, rows, numbers[len(places) :].view(len(places), self._num_words))
+
+    def advance(self, drawn: Tensor, slots: Sequence[int]) -> None:
+        """Take in the ids [sampled] int64 that were drawn, on the device."""
+        matchers = [(place, self._slots[slot][0]) for place, slot in enumerate(slots) if slot in self._slots]
+        self._drawn = self._fetch(drawn), matchers
+
+    def _look_at_ends(self, slot: int, mask: memoryview) -> None:
+        """Of a mask with end ids: whether they are all, and if not, whether they are to be avoided."""
+        assert self._source is not None
+        matcher, avoids_ends = self._slots[slot]
+        if matcher.is_error():
+            mask[:] = bytes(len(mask))
+            words = matcher.get_error().partition("\n")[0]
+            self._verdicts.setdefault(slot, f"structured_outputs: the grammar cannot be followed further: {words}")
+            return
+        ends = [its for its in self._source.end_ids if mask[its >> 3] >> (its & 7) & 1]
+        if ends:
+            others = bytearray(mask)
+            for token_id in ends:
+                others[token_id >> 3] &= ~(1 << (token_id & 7))
+            if not any(others):
+                self._verdicts.setdefault(slot, None)
+            elif avoids_ends:
+                mask[:] = others
+
+
+def apply_masks(logits: Tensor, rows: Tensor, masks: Tensor) -> Tensor:
+    """See `GrammarTable.mask`.
+
+    Args:
+        logits: [sampled, vocab] float32.
+        rows: [masked] int64, which of them.
+        masks: [masked, words] int32, bit i % 32 of word i // 32 for id i.
+    """
+    octets = masks.view(torch.uint8).unsqueeze(2)  # [masked, 4 * words, 1]
+    shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    is_allowed = ((octets >> shifts) & 1).flatten(1)[:, : logits.shape[1]].bool()
+    masked = logits.index_select(0, rows).masked_fill_(~is_allowed, FORBIDDEN)
+    is_dead = masked.amax(dim=1) == FORBIDDEN
+    # Rows without any id are drawn from as well: with equal numbers, that no sampler stumbles over.
+    logits.index_copy_(0, rows, masked.masked_fill_(is_dead.unsqueeze(1), 0.0))
+    return torch.zeros(len(logits), dtype=torch.bool, device=logits.device).index_copy_(0, rows, is_dead)
