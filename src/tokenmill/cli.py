@@ -57,6 +57,17 @@ def generate(arguments: Sequence[str]) -> int:
         return terminal.generate(llm, flags.prompt, flags.sampling.over(llm.default_params()))
 
 
+def run_batch(arguments: Sequence[str]) -> int:
+    """Answer a file of requests in OpenAI's batch format."""
+    from tokenmill.flags import BatchFlags, parse
+
+    flags = parse(BatchFlags, "run-batch", arguments)
+    from tokenmill.server import batch
+
+    options = {name: value for name, value in vars(flags).items() if name != "run"}
+    return batch.run_batch(flags.run, batch.BatchOptions(**options))
+
+
 def bench(arguments: Sequence[str]) -> int:
     """Measure this machine: bench offline, kernels, online, steps, sched."""
     from tokenmill.bench.options import BENCHES
@@ -87,6 +98,7 @@ COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "chat": chat,
     "generate": generate,
     "pull": pull,
+    "run-batch": run_batch,
     "bench": bench,
     "simulate": simulate,
 }

@@ -13,6 +13,7 @@ from tokenmill.errors import ConfigError
 from tokenmill.spec import DTypeName, HardwareInfo, ModelSpec
 
 Eviction = Literal["lru", "lfu", "priority"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 DEFAULT_MODEL = "smollm2-135m"
 ELEMENT_SIZE: dict[DTypeName, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 DEFAULT_POOL_TOKENS = 65536
@@ -160,7 +161,7 @@ class ServerConfig:
     """What stands around the model's thoughts: <think>, [THINK], or nothing; auto is what its chat template shows."""
     timings: bool = False
     """Tell in every answer where its time went, as the field `timings` of a request does."""
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_level: LogLevel = "info"
     """Least severe message that is logged."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar, get_args
 
@@ -12,7 +13,15 @@ import msgspec
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from tokenmill.config import DEFAULT_MODEL, EngineConfig, ModelConfig, RunConfig, SchedulerConfig, ServerConfig
+from tokenmill.config import (
+    DEFAULT_MODEL,
+    EngineConfig,
+    LogLevel,
+    ModelConfig,
+    RunConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
 from tokenmill.types import SamplingParams
 
 T = TypeVar("T")
@@ -86,6 +95,25 @@ class GenerateFlags:
     """The text to continue."""
     run: RunConfig = field(default_factory=RunConfig)
     sampling: SamplingFlags = field(default_factory=SamplingFlags)
+
+
+@dataclass(frozen=True)
+class BatchFlags:
+    """Answer a file of requests in OpenAI's batch format; run again, it goes on where it was cut short."""
+
+    input: tyro.conf.Positional[Path]
+    """File with a request a line: custom_id, method, url, body."""
+    output: tyro.conf.Positional[Path]
+    """File that gets an answer a line; what is there already is not asked again."""
+    errors: Path | None = None
+    """File for answers that are errors; default is the output file."""
+    concurrency: int = 256
+    """Most requests at a time."""
+    tokenizers: int = 1
+    """Tokenizer processes."""
+    log_level: LogLevel = "warning"
+    """Least level of messages on stderr."""
+    run: RunConfig = field(default_factory=RunConfig)
 
 
 @dataclass(frozen=True)
