@@ -17,7 +17,7 @@ from tokenmill.engine import stage
 from tokenmill.engine.device import Device, GraphDevice, Pending, Work
 from tokenmill.engine.graphs import CaptureBudget, DecodeGraphs, Draw, room
 from tokenmill.engine.kv_pool import DeviceState, allocate
-from tokenmill.engine.logprobs import SCORED_AT_ONCE, LogprobBook, Wanted
+from tokenmill.engine.logprobs import LogprobBook, Wanted
 from tokenmill.engine.mixed import MixedGraphs, MixedSize
 from tokenmill.layers.batch import ForwardBatch
 from tokenmill.models.base import CausalLM
@@ -25,7 +25,7 @@ from tokenmill.ops.api import Hidden, Ops
 from tokenmill.sampling.base import Sampler
 from tokenmill.sampling.batch import SamplingTable
 from tokenmill.sampling.grammar import NO_ID, GrammarTable, MatcherSource
-from tokenmill.sampling.logprobs import logprob_records
+from tokenmill.sampling.logprobs import ROWS_AT_ONCE, logprob_records
 from tokenmill.sampling.select import make_sampler
 from tokenmill.sched.plan import Row, StepPlan, StepResult
 from tokenmill.trace import Tracer
@@ -167,9 +167,9 @@ class ModelEngine:
         batch = replace(batch, logits_indices=torch.cat((batch.logits_indices, at)))
         hidden = model.hidden(batch, self._state.kv).value  # [sampled + scored, hidden]
         scores = []
-        for start in range(0, len(tokens), SCORED_AT_ONCE):
-            logits = model.logits(Hidden(hidden[num_sampled + start :][:SCORED_AT_ONCE]))
-            scores.append(logprob_records(logits, tokens[start:][:SCORED_AT_ONCE].long(), top).flatten())
+        for start in range(0, len(tokens), ROWS_AT_ONCE):
+            logits = model.logits(Hidden(hidden[num_sampled + start :][:ROWS_AT_ONCE]))
+            scores.append(logprob_records(logits, tokens[start:][:ROWS_AT_ONCE].long(), top).flatten())
         return model.logits(Hidden(hidden[:num_sampled])), scores
 
     def _draw(

@@ -19,6 +19,7 @@ from tokenmill.engine.warm_up import WarmUp
 from tokenmill.models.load import load_model, random_model
 from tokenmill.ops.select import make_ops
 from tokenmill.parallel.group import Group
+from tokenmill.sampling.adjust import most_bytes
 from tokenmill.sampling.grammar import MatcherSource
 from tokenmill.spec import HardwareInfo, ModelSpec
 from tokenmill.weights.checkpoint import open_checkpoint
@@ -63,9 +64,10 @@ def load_engine(
         log.info("weights loaded in %.1f s", time.perf_counter() - started)
         if config.device == "cuda":
             most = config.graph_max_batch, config.prefill_budget + config.max_running
-            for_graphs = graph_bytes(spec, *most, ELEMENT_SIZE[config.dtype])
-            log.info("%d MiB of device memory set aside for CUDA graphs", for_graphs >> 20)
-            hardware = dataclasses.replace(hardware, memory_bytes=max(free_cuda_memory() - for_graphs, 0))
+            set_aside = graph_bytes(spec, *most, ELEMENT_SIZE[config.dtype])
+            set_aside += most_bytes(config.max_running, spec.vocab_size)
+            log.info("%d MiB of device memory set aside for CUDA graphs and sampling", set_aside >> 20)
+            hardware = dataclasses.replace(hardware, memory_bytes=max(free_cuda_memory() - set_aside, 0))
             config = resolve(run, hardware, spec)
         config = dataclasses.replace(config, attention=attention.name)
         _log(run, hardware, config, spec)

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from tokenmill.sampling.logprobs import record_width
 from tokenmill.sched.plan import Row, SlotOpening
 
-SCORED_AT_ONCE = 128  # places of prompts whose logits are in memory at a time
-
 
 @dataclass(frozen=True, slots=True)
 class Drawn:

@@ -14,6 +14,11 @@ LAST_RESORT = -1e30  # the logit of an id that is drawn only where all others ar
 FORBIDDEN = float("-inf")
 
 
+def most_bytes(num_slots: int, vocab_size: int) -> int:
+    """Device memory that requests may make this take: two `SlotRows`, one of them growing, and logits in float32."""
+    return 4 * num_slots * vocab_size * 4
+
+
 class SlotRows:
     """A row as wide as the vocabulary for each slot that needs one; the tensor of them doubles when it is full."""
 

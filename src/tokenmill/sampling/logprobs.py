@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 LEAST = -9999.0  # OpenAI's number for what cannot be; JSON knows no infinity
+ROWS_AT_ONCE = 128  # whose logits are in memory as float32, which large vocabularies fill
 
 
 def record_width(top: int) -> int:
@@ -24,6 +25,9 @@ def logprob_records(logits: Tensor, tokens: Tensor, top: int) -> Tensor:
     Returns:
         [rows, record_width(top)] int32; logprobs are the bits of float32.
     """
+    if len(logits) > ROWS_AT_ONCE:
+        parts = [slice(at, at + ROWS_AT_ONCE) for at in range(0, len(logits), ROWS_AT_ONCE)]
+        return torch.cat([logprob_records(logits[part], tokens[part], top) for part in parts])
     logprobs = logits.float().log_softmax(-1)
     own = logprobs.gather(1, tokens.unsqueeze(1))  # [rows, 1]
     rank = (logprobs > own).sum(-1, keepdim=True, dtype=torch.int32) + 1

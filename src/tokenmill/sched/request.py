@@ -10,6 +10,8 @@ from typing import Any
 from tokenmill.sched.cache import Lease
 from tokenmill.types import SamplingParams
 
+SCORED_AT_ONCE = 512  # tokens of a prompt
+
 
 class Status(enum.Enum):
     """Where a request is. RETRACTING waits for its steps in flight before it is WAITING again."""
@@ -69,10 +71,19 @@ class Request:
         return len(self.token_ids)
 
     @property
+    def is_scored(self) -> bool:
+        """Whether logprobs of the prompt are asked for, and not all computed."""
+        return self.params.prompt_logprobs is not None and len(self.token_ids) == self.prompt_len
+
+    @property
     def prefix_ids(self) -> bytes:
-        """What a prefix may be found of in the cache: nothing of a prompt whose logprobs are yet to be computed."""
-        is_scored = self.params.prompt_logprobs is not None and len(self.token_ids) == self.prompt_len
-        return b"" if is_scored else self.token_ids.tobytes()
+        """What a prefix may be found of in the cache: nothing of a prompt that must be computed."""
+        return b"" if self.is_scored else self.token_ids.tobytes()
+
+    @property
+    def longest_row(self) -> int:
+        """Most tokens of it in a step: logprobs of many would keep others' steps and texts waiting."""
+        return SCORED_AT_ONCE if self.is_scored else len(self.token_ids)
 
     @property
     def num_remaining(self) -> int:

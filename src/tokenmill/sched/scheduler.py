@@ -225,7 +225,8 @@ class Scheduler:
                 request.num_in_flight += 1
                 request.num_pending += 1
             elif left:
-                length = policy.chunk_length(left, budget, end - start, is_contended=is_contended)
+                needed = min(end - start, request.longest_row)
+                length = policy.chunk_length(left, budget, needed, is_contended=is_contended)
                 if self._get_pages(request, start + length, may_retract=True):
                     chunks.append((request, length))
                     left -= length
@@ -247,7 +248,7 @@ class Scheduler:
         rows = []
         for request, length in chunks:
             start, known = request.computed_len, len(request.token_ids)
-            extra = min(left, known - start - length)
+            extra = min(left, known - start - length, request.longest_row - length)
             if extra > 0 and self._get_pages(request, start + length + extra, may_retract=False):
                 length += extra
                 left -= extra
@@ -286,7 +287,7 @@ class Scheduler:
         admission.begin_step()
         while left and self._free_slots and (request := admission.choose()):
             self._begin(request)
-            needed = request.num_uncomputed
+            needed = min(request.num_uncomputed, request.longest_row)
             length = policy.chunk_length(left, budget, needed, is_contended=len(self._queue) > 0)
             if not self._get_pages(request, request.computed_len + length, may_retract=False):
                 break

@@ -19,6 +19,8 @@ from tokenmill.server.shapes import Head, Shape
 from tokenmill.server.sse import Heartbeat, send_events, start_stream
 from tokenmill.wire.messages import TextDelta
 
+MANY = 1000  # tokens whose logprobs would keep the event loop busy for long
+
 
 class Answer(Response):
     """Generates while it is sent; leaving in any way, also by the client's, aborts what has not ended.
@@ -69,7 +71,8 @@ class Answer(Response):
         async for batch in generation.deltas():
             for index, delta in batch:
                 deltas[index].append(delta)
-        return self._shape.whole(deltas)
+        entries = sum(len(its.logprobs or ()) + len(its.prompt_logprobs or ()) for parts in deltas for its in parts)
+        return await asyncio.to_thread(self._shape.whole, deltas) if entries > MANY else self._shape.whole(deltas)
 
     async def _stream(self, generation: Generation, send: Send) -> None:
         await start_stream(send, self._extra_headers)
