@@ -9,6 +9,7 @@ from tokenmill.errors import InvalidRequest, Overloaded, RequestTooLong
 from tokenmill.sched.plan import PageUpdate, StepPlan
 from tokenmill.sched.request import Status
 from tokenmill.types import FinishReason
+from tokenmill.wire.messages import unpack_ids
 
 depths = pytest.mark.parametrize("depth", [1, 2])
 policies = pytest.mark.parametrize("policy", ["mixed", "prefill-first"])
@@ -177,6 +178,22 @@ def test_end_ids_are_blocked_only_for_those_that_ask():
     run.add(1, [2], 3, end_ids=[9])
     plan = run.plan()
     assert [opening.blocked_ids for opening in plan.openings] == [(4, 7, 9), ()]
+
+
+def test_a_prompt_whose_logprobs_are_asked_for_is_computed_whole_in_rows_of_bounded_length():
+    run = Run(num_pages=1000, prefill_budget=4000)
+    prompt = [place % 50 for place in range(1200)]
+    for uid, options in enumerate(({}, {"prompt_logprobs": 0}, {})):
+        run.add(uid, prompt, 3, **options)
+        run.finish()
+    rows: dict[int, list[tuple[int, int]]] = {0: [], 1: [], 2: []}
+    for row in (row for plan in run.plans for row in plan.rows if row.length > 1):
+        rows[row.uid].append((row.start, row.length))
+    assert rows == {0: [(0, 1200)], 1: [(0, 512), (512, 512), (1024, 176)], 2: [(1196, 4)]}
+    assert run.admitted == [(0, 0), (1, 0), (2, 1196)]
+    assert run.tokens[0] == run.tokens[1] == run.tokens[2]
+    (opening,) = (its for plan in run.plans for its in plan.openings if its.uid == 1)
+    assert unpack_ids(opening.history) == prompt
 
 
 def test_the_digest_sees_everything_that_decides_a_step():
