@@ -33,6 +33,9 @@ PARAMS = (
     SamplingParams(seed=3, top_p=0.6, min_p=0.01),
     SamplingParams(seed=4, min_p=0.2, min_tokens=2),
     SamplingParams(seed=5, top_p=0.9, logit_bias={9: 3.0}),
+    SamplingParams(temperature=0, repetition_penalty=1.6, presence_penalty=0.8),
+    SamplingParams(seed=6, frequency_penalty=1.2, bad_words=[[5, 9], [8], [4, 4, 5]], logprobs=2),
+    SamplingParams(seed=7, allowed_token_ids=[*range(20)], prompt_logprobs=1, repetition_penalty=0.7),
 )
 
 

@@ -7,6 +7,7 @@ from array import array
 
 import pytest
 import torch
+import transformers
 
 from tokenmill.sampling.adjust import LAST_RESORT
 from tokenmill.sampling.batch import Opening, SamplingTable
@@ -97,3 +98,20 @@ def test_a_bad_word_is_drawn_when_all_else_is_forbidden():
     logits = torch.randn(1, VOCAB)
     table.adjust(logits, [0], [1])
     assert logits[0].argmax() in (3, 4)
+
+
+def test_repetition_and_bad_words_are_those_of_transformers():
+    generator = torch.Generator().manual_seed(0)
+    prompt, output = [3, 4, 4, 9], [4, 7, 7, 12]
+    table = SamplingTable(1, VOCAB, upload)
+    params = SamplingParams(repetition_penalty=1.7, bad_words=[[5], [7, 12, 20], [12, 21], [12, 7, 22], [3, 4]])
+    table.open([Opening(0, params, len(prompt), (), array("i", prompt + output).tobytes())])
+    logits = torch.randn(1, VOCAB, generator=generator) * 3
+    ids = torch.tensor([prompt + output])
+    expected = transformers.RepetitionPenaltyLogitsProcessor(1.7)(ids, logits.clone())
+    expected = transformers.NoBadWordsLogitsProcessor([list(its) for its in params.bad_words])(ids, expected)
+    table.adjust(logits, [0], [7])
+    is_bad = expected == float("-inf")
+    assert is_bad.nonzero()[:, 1].tolist() == [5, 20, 21]
+    assert torch.equal(logits < -1e20, is_bad)
+    torch.testing.assert_close(logits[~is_bad], expected[~is_bad])

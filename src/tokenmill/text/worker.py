@@ -151,9 +151,7 @@ class TokenizerStage:
         is_prompt_only = max_tokens == 0
         if is_prompt_only:
             if not job.echo and params.prompt_logprobs is None:
-                raise InvalidRequest(
-                    "max_tokens is 0 and nothing is asked of the prompt: ask for a token", "max_tokens"
-                )
+                raise InvalidRequest("max_tokens may be 0 only with echo or prompt_logprobs: raise it", "max_tokens")
             # The token that a prompt's last step draws is dropped: nothing may depend on it.
             nothing = {"structured_outputs": None, "logprobs": None, "stop_token_ids": ()}
             changes = {"max_tokens": 1, "min_tokens": 0, "ignore_eos": True, **nothing}
