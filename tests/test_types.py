@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenmill.errors import InvalidRequest
-from tokenmill.types import MAX_BAD_IDS, MAX_LOGIT_BIAS, MAX_STOP_IDS, MAX_STOP_STRINGS, SamplingParams
+from tokenmill.types import MAX_ALLOWED_IDS, MAX_BAD_IDS, MAX_LOGIT_BIAS, MAX_STOP_IDS, MAX_STOP_STRINGS, SamplingParams
 
 NAN = float("nan")
 
@@ -83,6 +83,15 @@ def test_a_wrong_value_is_refused_by_name(name: str, value: Any):
         SamplingParams(**{name: value})
     assert caught.value.param == name
     assert name in caught.value.message
+
+
+def test_ids_count_for_each_choice():
+    allowed = list(range(MAX_ALLOWED_IDS))
+    assert SamplingParams(allowed_token_ids=allowed, n=4).n == 4
+    for options in ({"n": 5}, {"n": 4, "bad_words": [[5]]}):
+        with pytest.raises(InvalidRequest) as caught:
+            SamplingParams(allowed_token_ids=allowed, **options)
+        assert caught.value.param == "n"
 
 
 def test_min_tokens_may_reach_but_not_pass_max_tokens():

@@ -14,9 +14,10 @@ from tokenmill.errors import InvalidRequest
 MAX_STOP_STRINGS = 64
 MAX_STOP_IDS = 1024
 MAX_LOGIT_BIAS = 1024
-MAX_BAD_WORDS = 2048
-MAX_BAD_IDS = 128
-MAX_ALLOWED_IDS = 2**20
+MAX_BAD_WORDS = 1024
+MAX_BAD_IDS = 32
+MAX_ALLOWED_IDS = 2**16
+MAX_IDS_IN_ALL = 2**18  # of all choices: each has its own, and others wait while they are read
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_NAME = 512
@@ -239,6 +240,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             if not self.allowed_token_ids:
                 raise InvalidRequest("allowed_token_ids is empty: leave it out to allow all", "allowed_token_ids")
         self._check_bad_words()
+        if self.n * (len(self.allowed_token_ids or ()) + sum(map(len, self.bad_sequences))) > MAX_IDS_IN_ALL:
+            held = f"allowed_token_ids and bad_words hold over {MAX_IDS_IN_ALL} ids, n times"
+            raise InvalidRequest(f"{held}: send several requests", "n")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -307,7 +311,8 @@ def _check_ids(name: str, ids: object, most: int) -> None:
         raise InvalidRequest(f"{name} must be a list of token ids", name)
     _at_most(name, ids, most, "ids")
     for token in ids:
-        check_whole(name, token, 0, MAX_INT32)
+        if type(token) is not int or not 0 <= token <= MAX_INT32:
+            check_whole(name, token, 0, MAX_INT32)
 
 
 def _at_most(name: str, values: Sized, most: int, what: str) -> None:
