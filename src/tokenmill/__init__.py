@@ -1,19 +1,20 @@
 """tokenmill: an inference server for large language models.
 
-``LLM`` and ``SamplingParams`` are the offline interface; ``LLM`` is loaded on first use, since it needs torch.
+``LLM``, ``SamplingParams`` and ``StructuredOutputs`` are the offline interface; ``LLM`` is loaded on first use, since
+it needs torch.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tokenmill.types import SamplingParams
+from tokenmill.types import SamplingParams, StructuredOutputs
 from tokenmill.version import __version__
 
 if TYPE_CHECKING:
     from tokenmill.llm import LLM
 
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "SamplingParams", "StructuredOutputs", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -19,7 +19,8 @@ from tokenmill.parallel.group import Group
 from tokenmill.sched.plan import PageUpdate, Row, StepPlan
 from tokenmill.sched.scheduler import Scheduler
 from tokenmill.spec import ModelSpec
-from tokenmill.types import SamplingParams
+from tokenmill.text.grammar import Matchers, Vocabulary
+from tokenmill.types import SamplingParams, StructuredOutputs
 from tokenmill.wire.channel import MemoryChannel
 from tokenmill.wire.messages import GenerateJob, TextOptions, pack_ids, unpack_ids
 from tokenmill.worker.core import Core
@@ -34,7 +35,9 @@ PARAMS = (
     SamplingParams(temperature=0, repetition_penalty=1.5, presence_penalty=0.7),
     SamplingParams(temperature=0.9, seed=3, frequency_penalty=1.5, bad_words=[[5, 5], [7], [8, 9, 10]]),
     SamplingParams(temperature=0.9, seed=4, top_p=0.8, allowed_token_ids=[*range(20, 60)]),
+    SamplingParams(temperature=0.9, seed=5, structured_outputs=StructuredOutputs(regex="([a-z] ?){3,9}!")),
 )
+LETTERS = Vocabulary([bytes([32 + i]) for i in range(SPEC.vocab_size)] + [b"<end>"], [3, SPEC.vocab_size], [3])
 
 
 def open_engine(config, device, **hooks):
@@ -42,7 +45,7 @@ def open_engine(config, device, **hooks):
     ops = make_ops("reference")
     with torch.inference_mode():
         model = random_model(SPEC, dtype=torch.float32, group=Group.solo(), attention=attention, ops=ops)
-    return ModelEngine(model, ops, attention, config, device, **hooks)
+    return ModelEngine(model, ops, attention, config, device, matchers=Matchers(lambda: LETTERS), **hooks)
 
 
 def generate(config, device, prompts, params, records=None):

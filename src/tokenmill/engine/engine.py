@@ -192,8 +192,8 @@ class ModelEngine:
             table.advance(ids, sampled.slots)
         shown = ids[:count]
         if is_dead is not None:
-            grammars.advance(ids, sampled.slots)
             shown = torch.where(is_dead, NO_ID, ids)[:count]
+            grammars.advance(shown, sampled.slots)
         if wanted is None or places is None or raw is None:
             return shown
         records = logprob_records(raw, ids.index_select(0, places), wanted.drawn_top)

@@ -1,7 +1,8 @@
 """An engine without a model, for tests of the scheduler, the loops and the server.
 
 Its "K/V" is the token id itself, written and read through the page table, and the next token is a hash of all tokens
-that a row can see. A wrong page, a page reused too early or a lost token changes the output or raises.
+that a row can see. A wrong page, a page reused too early or a lost token changes the output or raises. Of sampling
+parameters and grammars it knows nothing.
 """
 
 from __future__ import annotations

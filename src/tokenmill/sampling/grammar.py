@@ -100,7 +100,8 @@ class GrammarTable:
             fetched, matchers = self._drawn
             ids = fetched.wait()
             for place, matcher in matchers:
-                matcher.consume_tokens([ids[place]])
+                if ids[place] != NO_ID:
+                    matcher.consume_tokens([ids[place]])
             self._drawn = None
         places = [place for place, slot in enumerate(slots) if slot in self._slots]
         masks = array("i", bytes(4 * self._num_words * len(places)))
@@ -115,7 +116,7 @@ class GrammarTable:
         return apply_masks(logits, rows, numbers[len(places) :].view(len(places), self._num_words))
 
     def advance(self, drawn: Tensor, slots: Sequence[int]) -> None:
-        """Take in the ids [sampled] int64 that were drawn, on the device."""
+        """Take in the ids [sampled] int64 that were drawn, or NO_ID, on the device."""
         matchers = [(place, self._slots[slot][0]) for place, slot in enumerate(slots) if slot in self._slots]
         self._drawn = self._fetch(drawn), matchers
 
