@@ -69,7 +69,7 @@ def run_batch(arguments: Sequence[str]) -> int:
 
 
 def bench(arguments: Sequence[str]) -> int:
-    """Measure this machine: bench offline, kernels, online, steps, sched."""
+    """Measure this machine: bench offline, kernels, online, steps, sched, http."""
     from tokenmill.bench.options import BENCHES
     from tokenmill.flags import parse
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from tyro.conf import Positional
 
-from tokenmill.config import Eviction, RunConfig
+from tokenmill.config import DEFAULT_MODEL, Eviction, RunConfig
 from tokenmill.errors import ConfigError
 
 Lengths = tuple[int, int]  # tokens, least and most
@@ -183,10 +183,33 @@ def check_lengths(**flags: Lengths) -> None:
             raise ConfigError(f"--{name} must be a least and a most number of tokens, not {least} {most}")
 
 
-BENCHES: Mapping[str, type[BenchOptions | SchedOptions]] = {  # by module of this package
+@dataclass(frozen=True)
+class HttpOptions:
+    """Measure what a streamed token costs in API server and detokenizer, with an engine that only keeps time."""
+
+    model: str = DEFAULT_MODEL
+    """The model whose tokenizer is used."""
+    streams: tuple[int, ...] = (1, 16, 64, 256)
+    """Streams at a time, one measurement each."""
+    rate: float = 5000.0
+    """Tokens a second, of all streams."""
+    stream_rate: float = 200.0
+    """Most tokens a second of one stream."""
+    seconds: float = 10.0
+    """Length of a measurement."""
+    api_workers: int = 1
+    """Processes that answer HTTP."""
+    profile: bool = False
+    """Print where the API server's time goes; that slows it down."""
+    json: bool = False
+    """Print JSON lines to stdout, and the table to stderr."""
+
+
+BENCHES: Mapping[str, type[BenchOptions | SchedOptions | HttpOptions]] = {  # by module of this package
     "offline": OfflineOptions,
     "kernels": KernelOptions,
     "online": OnlineOptions,
     "steps": StepOptions,
     "sched": SchedOptions,
+    "http": HttpOptions,
 }
