@@ -14,7 +14,7 @@ import pytest
 from tests.server.site import COMPLETIONS, SETTINGS, Site, error_of, user
 from tokenmill.clock import milliseconds
 from tokenmill.server.app import create_app
-from tokenmill.server.sse import encode_event
+from tokenmill.server.sse import Chunks, encode_event
 
 CHAT = "/v1/chat/completions"
 
@@ -291,3 +291,8 @@ def test_events_have_no_line_ends_of_any_kind_inside() -> None:
     data = encode_event({"text": text})
     assert len(data.decode().splitlines()) == 2
     assert json.loads(data.removeprefix(b"data: ")) == {"text": text}
+    chunk = Chunks({"model": text}, {"usage": None}).encode({"text": text}, {"timings": text})
+    assert len(chunk.decode().splitlines()) == 2
+    whole = {"model": text, "choices": [{"text": text}], "usage": None, "timings": text}
+    assert json.loads(chunk.removeprefix(b"data: ")) == whole
+    assert Chunks({"model": "m"}, {}).encode(1, {}) == b'data: {"model":"m","choices":[1]}\n\n'

@@ -14,7 +14,10 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 from urllib.parse import urlsplit
+
+import uvloop
 
 from tokenmill import __version__
 from tokenmill.bench.options import HttpOptions
@@ -26,6 +29,7 @@ from tokenmill.hub import resolve_model
 from tokenmill.text.tokenizer import Tokenizer
 
 CONTENT = re.compile(rb'"content":"((?: [A-Za-z]+)+)"')
+PATIENCE = 60
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -41,33 +45,45 @@ class Streams:
         self.all_began = asyncio.Event()
         message = {"role": "user", "content": "Tell me the time."}
         body = {"messages": [message], "stream": True, "max_tokens": max_tokens, "ignore_eos": True}
-        self._body = json.dumps(body).encode()
+        content = json.dumps(body).encode()
 
-    async def run(self, host: str, port: int) -> None:
-        """One stream, to its end."""
-        reader, writer = await asyncio.open_connection(host, port)
         head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
-        writer.write(head + b"Content-Length: %d\r\nConnection: close\r\n\r\n" % len(self._body) + self._body)
-        has_begun = False
-        try:
-            while data := await reader.read(1 << 16):
-                if not has_begun and b'"content":" ' in data:
-                    has_begun = True
-                    self._silent -= 1
-                    if not self._silent:
-                        self.all_began.set()
-                if self.is_measured:
-                    self._note(data)
-        finally:
-            writer.close()
+        self.request = head + b"Content-Length: %d\r\n\r\n" % len(content) + content
 
-    def _note(self, data: bytes) -> None:
+    def began(self) -> None:
+        """One more stream has text."""
+        self._silent -= 1
+        if not self._silent:
+            self.all_began.set()
+
+    def note(self, data: bytes) -> None:
+        """Take in what has come of one stream."""
         now = milliseconds()
         for content in CONTENT.findall(data):
             self.num_events += 1
             for word in content.split(b" ")[1:]:
                 self.num_tokens += 1
                 self.delays.append((now - self._times[word]) % NUM_WORDS)
+
+
+class Stream(asyncio.Protocol):
+    """One of them."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._has_begun = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Ask."""
+        cast(asyncio.WriteTransport, transport).write(self._streams.request)
+
+    def data_received(self, data: bytes) -> None:
+        """Count."""
+        if self._streams.is_measured:
+            self._streams.note(data)
+        elif not self._has_begun and b'"content":" ' in data:
+            self._has_begun = True
+            self._streams.began()
 
 
 def run(options: HttpOptions) -> None:
@@ -82,7 +98,9 @@ def run(options: HttpOptions) -> None:
     for number in options.streams:
         with _server(options) as (process, host, port):
             streams = Streams(number, times, int(options.stream_rate * (options.seconds + 60)))
-            spent, seconds = asyncio.run(_measure(streams, number, process.pid, host, port, options.seconds))
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                measuring = _measure(streams, number, process.pid, host, port, options.seconds)
+                spent, seconds = runner.run(measuring)
         per_thousand = {name: 1e6 * its / max(1, streams.num_tokens) for name, its in spent.items()}
         cuts = statistics.quantiles(streams.delays, n=100)
         report.line(
@@ -102,17 +120,18 @@ async def _measure(
     streams: Streams, number: int, pid: int, host: str, port: int, seconds: float
 ) -> tuple[dict[str, float], float]:
     """Seconds of processor time by process, and the seconds in which they were spent."""
-    tasks = [asyncio.create_task(streams.run(host, port)) for _ in range(number)]
+    loop = asyncio.get_running_loop()
+    connections = [await loop.create_connection(lambda: Stream(streams), host, port) for _ in range(number)]
     try:
-        await asyncio.wait_for(streams.all_began.wait(), 60)
+        with _told(f"not all of {number} streams had text within {PATIENCE} s"):
+            await asyncio.wait_for(streams.all_began.wait(), PATIENCE)
         before, began, streams.is_measured = _processor_time(pid), time.monotonic(), True
         await asyncio.sleep(seconds)
         after, ended, streams.is_measured = _processor_time(pid), time.monotonic(), False
         return {name: after[name] - before[name] for name in after}, ended - began
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for transport, _ in connections:
+            transport.abort()
 
 
 def _processor_time(parent: int) -> dict[str, float]:
@@ -127,6 +146,14 @@ def _processor_time(parent: int) -> dict[str, float]:
             if is_ours or int(path.parent.name) == parent:
                 spent[kind] += (int(fields[11]) + int(fields[12])) / TICKS
     return spent
+
+
+@contextlib.contextmanager
+def _told(words: str) -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError:
+        raise StartFailed(words) from None
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from tokenmill.server.keys import Keys
 from tokenmill.server.settings import AppSettings
 from tokenmill.text.dialect import Dialect
 from tokenmill.wire.channel import PushChannel, address
-from tokenmill.wire.messages import Farewell, Limits
+from tokenmill.wire.messages import Farewell, Limits, ToServer
 
 FAREWELL = 2.0  # seconds for last events to reach the clients
 
@@ -74,8 +74,8 @@ class ApiSettings:
         numbers = [index for index in range(server.api_workers) if index != self.index]
         names += [f"server-{index}" for index in numbers]
         with contextlib.ExitStack() as stack:
-            inbox = stack.enter_context(contextlib.closing(Inbox(self.directory, self.index)))
             context = stack.enter_context(zmq.Context())
+            inbox = stack.enter_context(contextlib.closing(Inbox(context, self.directory, self.index)))
             pipes = [PushChannel[Any](context, address(self.directory, name)) for name in names]
             scheduler, *others = [stack.enter_context(contextlib.closing(pipe)) for pipe in pipes]
             tokenizers = others[: server.tokenizers]
@@ -128,7 +128,7 @@ class Api:
     async def run(self) -> None:
         """Serve until `end` has been called, and all is done."""
         assert self._settings.listener is not None
-        pump = asyncio.create_task(self._pump())
+        pump = asyncio.create_task(self._inbox.pump(self._deliver))
         serving = asyncio.create_task(self._http.serve([self._settings.listener]))
         tasks: set[asyncio.Task[Any]] = {pump, serving, asyncio.create_task(self._asked.wait())}
         try:
@@ -151,13 +151,11 @@ class Api:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _pump(self) -> None:
-        while True:
-            message = await self._inbox.receive()
-            if isinstance(message, Farewell):
-                self.end(message.grace, EngineError(message.error))
-            else:
-                self._client.deliver(message)
+    def _deliver(self, message: ToServer) -> None:
+        if isinstance(message, Farewell):
+            self.end(message.grace, EngineError(message.error))
+        else:
+            self._client.deliver(message)
 
     def _config(self) -> uvicorn.Config:
         server = self._settings.server

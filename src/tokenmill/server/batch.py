@@ -138,7 +138,7 @@ class Batch:
         """Answer what is left. Raises WorkerDied when the engine ends before."""
         with settings.connect() as (client, inbox):
             app = settings.make_app(client)
-            pump, death = asyncio.create_task(client.pump(inbox)), asyncio.create_task(supervisor.watch())
+            pump, death = asyncio.create_task(inbox.pump(client.deliver)), asyncio.create_task(supervisor.watch())
             lines = self._lines()
             workers = [asyncio.create_task(self._work(app, lines)) for _ in range(self._options.concurrency)]
             work = asyncio.gather(*workers)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -17,7 +17,6 @@ from typing import Any
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from tokenmill.errors import InvalidRequest, Overloaded, TokenmillError
 from tokenmill.server.errors import EngineError
@@ -25,31 +24,42 @@ from tokenmill.server.generation import Generation
 from tokenmill.server.protocol import Prompt
 from tokenmill.types import SamplingParams, Scheduling
 from tokenmill.wire import messages as wire
-from tokenmill.wire.channel import Sender, address
+from tokenmill.wire.channel import PullChannel, Sender, address
 
 MAX_QUESTIONS = 1024
 TOKEN_SIZE = 4  # bytes of a request's body, roughly
 
 
 class Inbox:
-    """The PULL socket of API server `index`, for an event loop."""
+    """The pipe of API server `index`, for an event loop."""
 
-    def __init__(self, directory: Path, index: int) -> None:
-        self._decode = msgspec.msgpack.Decoder[wire.ToServer](wire.ToServer).decode
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.PULL)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(address(directory, f"server-{index}"))
+    def __init__(self, context: zmq.Context[Any], directory: Path, index: int) -> None:
+        self._channel = PullChannel[wire.ToServer](context, address(directory, f"server-{index}"), wire.ToServer)
 
-    async def receive(self) -> wire.ToServer:
-        """The next message."""
-        return self._decode(await self._socket.recv())
+    async def pump(self, deliver: Callable[[wire.ToServer], None]) -> None:
+        """Give every message to `deliver`, until that raises, which is raised here."""
+        loop = asyncio.get_running_loop()
+        failed: asyncio.Future[None] = loop.create_future()
+
+        def drain() -> None:
+            # ZeroMQ tells only once that something has come: whatever is there must be taken.
+            try:
+                for message in self._channel.receive(0):
+                    deliver(message)
+            except Exception as error:
+                if not failed.done():
+                    failed.set_exception(error)
+
+        loop.add_reader(self._channel.fileno(), drain)
+        try:
+            drain()
+            await failed
+        finally:
+            loop.remove_reader(self._channel.fileno())
 
     def close(self) -> None:
         """Close; unread messages are lost."""
-        self._socket.close()
-        self._context.term()
+        self._channel.close()
 
 
 @dataclass(slots=True)
@@ -202,11 +212,6 @@ class EngineClient:
                 waiter = self._questions.pop(message.serial, None)
                 if waiter is not None and not waiter.done():  # it may be cancelled, and its owner not yet woken
                     waiter.set_result(message)
-
-    async def pump(self, inbox: Inbox) -> None:
-        """Deliver what comes in, for ever."""
-        while True:
-            self.deliver(await inbox.receive())
 
     async def probe(self, timeout: float) -> wire.Pulse:
         """Ask the scheduler for a sign of life.

@@ -15,7 +15,7 @@ from tokenmill.server.generation import Generation
 from tokenmill.server.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from tokenmill.server.protocol import GenerationRequest
 from tokenmill.server.reader import AnswerReader, Part, is_object
-from tokenmill.server.sse import COMMENT, DONE, encode_event
+from tokenmill.server.sse import COMMENT, DONE, Chunks, encode_event
 from tokenmill.text.dialect import Dialect
 from tokenmill.types import FinishReason, TokenLogprobs, Usage
 from tokenmill.wire.messages import TextDelta
@@ -71,6 +71,7 @@ class _Chunks:
     def start(self, head: Head, generation: Generation) -> None:
         self._head = head
         self._generation = generation
+        self._events = Chunks(self._same(self.chunk_object), {"usage": None} if self._call.include_usage else {})
 
     def whole(self, deltas: Sequence[Sequence[TextDelta]]) -> Json:
         choices = [self.choice(index, self._joined(its)) for index, its in enumerate(deltas)]
@@ -131,13 +132,14 @@ class _Chunks:
         return {"timings": self._generation.timings} if self._head.has_timings else {}
 
     def _event(self, choice: Json, more: Mapping[str, Any] = {}) -> bytes:
-        chunk = {**self._envelope(self.chunk_object, [choice]), **more}
-        return encode_event(chunk | {"usage": None} if self._call.include_usage else chunk)
+        return self._events.encode(choice, more)
 
     def _envelope(self, kind: str, choices: list[Json]) -> Json:
+        return {**self._same(kind), "choices": choices}
+
+    def _same(self, kind: str) -> Json:
         head = self._head
-        same = {"id": f"{self.prefix}-{head.request_id}", "object": kind, "created": head.created, "model": head.model}
-        return {**same, "choices": choices}
+        return {"id": f"{self.prefix}-{head.request_id}", "object": kind, "created": head.created, "model": head.model}
 
 
 class ChatShape(_Chunks):

@@ -18,10 +18,32 @@ LINE_ENDS = tuple((mark.encode(), f"\\u{ord(mark):04x}".encode()) for mark in "\
 
 def encode_event(content: Any) -> bytes:
     """One event."""
+    return b"data: " + _encode(content) + b"\n\n"
+
+
+class Chunks:
+    """Events that differ in the one item of their list `choices`, mostly: what is the same is encoded once."""
+
+    def __init__(self, head: Mapping[str, Any], tail: Mapping[str, Any]) -> None:
+        self._start = b"data: " + _encode(head)[:-1] + b',"choices":['
+        self._tail = tail
+        self._end = self._end_with({})
+
+    def encode(self, choice: Any, more: Mapping[str, Any]) -> bytes:
+        """One event; `more` are fields that come last."""
+        return self._start + _encode(choice) + (self._end_with(more) if more else self._end)
+
+    def _end_with(self, more: Mapping[str, Any]) -> bytes:
+        fields = {**self._tail, **more}
+        return (b"]," + _encode(fields)[1:] if fields else b"]}") + b"\n\n"
+
+
+def _encode(content: Any) -> bytes:
     data = msgspec.json.encode(content)
-    for raw, escaped in LINE_ENDS:
-        data = data.replace(raw, escaped)
-    return b"data: " + data + b"\n\n"
+    if not data.isascii():
+        for raw, escaped in LINE_ENDS:
+            data = data.replace(raw, escaped)
+    return data
 
 
 class Heartbeat:

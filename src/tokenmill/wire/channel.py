@@ -143,6 +143,10 @@ class PullChannel(Generic[T]):
             except zmq.Again:
                 return messages
 
+    def fileno(self) -> int:
+        """What an event loop watches: readable when something may have come since all was received."""
+        return int(self._socket.getsockopt(zmq.FD))
+
     def close(self) -> None:
         """Close; unread messages are lost."""
         self._socket.close()
