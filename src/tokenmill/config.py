@@ -123,6 +123,8 @@ class ServerConfig:
     """Tokenizer processes."""
     api_workers: int = 1
     """Processes that answer HTTP."""
+    pooling: Literal["last", "mean"] = "last"
+    """What /v1/embeddings makes of a text: the final state of its last token, or the mean over its tokens."""
     served_model_name: str | None = None
     """Name in /v1/models and in answers; default is the name that was given."""
     start_timeout: float = 120.0

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
+from array import array
 from collections import deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -24,11 +25,11 @@ from tokenmill.procs import interrupts_held
 from tokenmill.text.detokenizer_stage import DetokenizerStage
 from tokenmill.text.grammar import Matchers, Vocabulary
 from tokenmill.text.grammar_gate import GrammarGate
-from tokenmill.text.messages import check_messages
+from tokenmill.text.prompts import Message, Prompt, is_ids, tokenize_job
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.text.worker import TokenizerStage, load_template
 from tokenmill.trace import Tracer
-from tokenmill.types import FinishReason, SamplingParams, Scheduling, TokenLogprobs, Usage, deadline_from
+from tokenmill.types import FinishReason, Pooling, SamplingParams, Scheduling, TokenLogprobs, Usage, deadline_from
 from tokenmill.wire import messages as wire
 from tokenmill.wire.channel import MemoryChannel, NullSender
 from tokenmill.worker.core import make_core
@@ -36,9 +37,6 @@ from tokenmill.worker.inbox import LeaderInbox
 from tokenmill.worker.loop import make_loop
 
 PROGRESS_FROM = 8
-
-Message = Mapping[str, Any]
-Prompt = str | Sequence[int] | Sequence[Message]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +57,15 @@ class Completion:
 class Output:
     """The answer to one prompt: `params.n` choices. `first_token_at` is a time of `time.perf_counter`.
 
-    `prompt_logprobs` has an entry for each token of the prompt, if the parameters ask for them.
+    `prompt_logprobs` has an entry for each token of the prompt, if the parameters ask for them; `embedding` is float32
+    bytes, if they ask for one.
     """
 
     choices: list[Completion]
     usage: Usage
     first_token_at: float | None
     prompt_logprobs: list[TokenLogprobs] | None = None
+    embedding: bytes = b""
 
     @property
     def text(self) -> str:
@@ -166,7 +166,7 @@ class LLM:
         Raises:
             InvalidRequest: a prompt or parameter cannot be honoured; nothing of the call goes on.
         """
-        single = isinstance(prompts, str) or _is_ids(prompts)
+        single = isinstance(prompts, str) or is_ids(prompts)
         asked = [prompts] if single else list(prompts)
         scheduling = self._scheduling(len(asked), priority, deadline_ms, cache_salt)
         return self._run(asked, params, progress, scheduling, concurrency=concurrency)
@@ -190,6 +190,21 @@ class LLM:
         scheduling = self._scheduling(len(asked), priority, deadline_ms, cache_salt)
         return self._run(asked, params, progress, scheduling, template=template)
 
+    def embed(
+        self,
+        prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+        *,
+        pooling: Pooling = "last",
+        progress: bool | None = None,
+    ) -> list[list[float]]:
+        """The embedding of each prompt, of length 1: of its last token's final state, or the mean of all.
+
+        Raises:
+            InvalidRequest: a prompt or the pooling cannot be honoured.
+        """
+        outputs = self.generate(prompts, SamplingParams(max_tokens=0, pooling=pooling), progress=progress)
+        return [array("f", output.embedding).tolist() for output in outputs]
+
     def stream(
         self,
         prompt: Prompt,
@@ -210,7 +225,7 @@ class LLM:
         if params.n != 1:
             raise InvalidRequest("stream gives one choice; use generate for n > 1", "n")
         (scheduling,) = self._scheduling(1, priority, deadline_ms, cache_salt)
-        (uid,) = self._submit(_job([next(self._uids)], prompt, params, scheduling, {}))
+        (uid,) = self._submit(tokenize_job([next(self._uids)], prompt, params, scheduling, {}))
         deltas = self._requests[uid].deltas
         try:
             while True:
@@ -245,7 +260,7 @@ class LLM:
     ) -> list[Output]:
         each = self._params_for(prompts, params)
         jobs = [
-            _job([next(self._uids) for _ in range(its.n)], prompt, its, treated, template or {})
+            tokenize_job([next(self._uids) for _ in range(its.n)], prompt, its, treated, template or {})
             for prompt, its, treated in zip(prompts, each, scheduling, strict=True)
         ]
         uids = [uid for job in jobs for uid in job.uids]
@@ -347,7 +362,8 @@ class LLM:
             (request.first_token_at for request in requests if request.first_token_at is not None), default=None
         )
         prompt_logprobs = _joined(delta.prompt_logprobs for delta in requests[0].deltas)
-        return Output(completions, Usage(requests[0].prompt_tokens, generated, cached), first, prompt_logprobs)
+        usage = Usage(requests[0].prompt_tokens, generated, cached)
+        return Output(completions, usage, first, prompt_logprobs, requests[0].deltas[-1].embedding)
 
     def _forget(self, uids: list[int]) -> None:
         """Drop what is kept of these requests, ending those that still run."""
@@ -375,36 +391,6 @@ def _run_config(model: str | Path | RunConfig, options: Mapping[str, Any]) -> Ru
 def _joined(parts: Iterable[list[TokenLogprobs] | None]) -> list[TokenLogprobs] | None:
     given = [part for part in parts if part is not None]
     return [entry for part in given for entry in part] if given else None
-
-
-def _is_ids(prompt: Any) -> TypeGuard[Sequence[int]]:
-    return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], int)
-
-
-def _job(
-    uids: list[int], prompt: Any, params: SamplingParams, scheduling: Scheduling, template: Mapping[str, Any]
-) -> wire.TokenizeJob:
-    return wire.TokenizeJob(uids=uids, params=params, scheduling=scheduling, **_prompt_fields(prompt, template))
-
-
-def _prompt_fields(prompt: Any, template: Mapping[str, Any]) -> dict[str, Any]:
-    if isinstance(prompt, str):
-        return {"text": prompt}
-    if _is_ids(prompt):
-        try:
-            return {"token_ids": wire.pack_ids(prompt)}
-        except (OverflowError, TypeError) as error:
-            words = f"prompt token ids must be whole numbers below 2**31: {error}"
-            raise InvalidRequest(words, "prompt") from None
-    if not prompt or not all(isinstance(message, Mapping) for message in prompt):
-        raise InvalidRequest("a prompt must be a text, a list of token ids, or a list of chat messages", "prompt")
-    messages = check_messages([dict(message) for message in prompt])
-    named = {"tools", "add_generation_prompt", "continue_final_message"}
-    known = {name: value for name, value in template.items() if name in named}
-    if known.get("continue_final_message"):
-        known.setdefault("add_generation_prompt", False)
-    rest = {name: value for name, value in template.items() if name not in named}
-    return {"chat": wire.ChatPrompt(messages=messages, template_kwargs=rest, **known)}
 
 
 def _error(info: wire.ErrorInfo) -> TokenmillError:

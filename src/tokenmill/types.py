@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import secrets
 from collections.abc import Sequence, Sized
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -25,6 +25,8 @@ MAX_GRAMMAR = 256 * 1024  # characters
 MAX_TEXTS = 16384  # that an output may be one of
 SEED_BITS = 63
 MAX_INT32 = 2**31 - 1
+
+Pooling = Literal["last", "mean"]
 
 
 class FinishReason(enum.StrEnum):
@@ -177,6 +179,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         bad_words: texts, or sequences of token ids, that are not generated while there is anything else to draw.
         logprobs: give the logprob of each token drawn, and of so many of the likeliest, as the model finds them.
         prompt_logprobs: the same of each token of the prompt but the first.
+        pooling: give the prompt's embedding: the final state of its last token, or the mean over all, of length 1.
         presence_penalty: taken from the logits of ids in the output, -2 to 2.
         frequency_penalty: taken from the logits of ids for each time that they are in the output, -2 to 2.
         repetition_penalty: logits of ids in the prompt or the output are divided by it if positive, else multiplied.
@@ -204,6 +207,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     bad_words: Sequence[str | Sequence[int]] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    pooling: Pooling | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -224,6 +228,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if self.pooling not in (None, "last", "mean"):
+            raise InvalidRequest(f"pooling must be last or mean, not {self.pooling!r}", "pooling")
         if self.seed is not None:
             check_whole("seed", self.seed, -(2**63), 2**64 - 1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -263,6 +269,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def bad_sequences(self) -> list[Sequence[int]]:
         """Those of `bad_words` that are ids; when a request runs, all are."""
         return [word for word in self.bad_words if not isinstance(word, str)]
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether every position of the prompt must be computed, also those whose K/V is cached."""
+        return self.prompt_logprobs is not None or self.pooling == "mean"
 
     @property
     def needs_history(self) -> bool:

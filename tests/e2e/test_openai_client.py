@@ -105,7 +105,7 @@ def test_errors_are_the_clients_own_kinds(client: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="nobody"):
         client.chat.completions.create(messages=MESSAGES, **{**GREEDY, "model": "nobody"})
     with pytest.raises(openai.NotFoundError):
-        client.embeddings.create(model="tiny", input="x")
+        client.moderations.create(input="x")
 
 
 def test_leaving_a_stream_frees_it(client: OpenAI, server: Server) -> None:
@@ -160,3 +160,23 @@ def test_three_tokenizers_answer_as_one(server: Server) -> None:
     alone = [server.complete(prompt, **GREEDY)["choices"][0]["text"] for prompt in prompts]
     together = server.complete(prompts, **GREEDY)
     assert [choice["text"] for choice in together["choices"]] == alone
+
+
+def test_embeddings(client: OpenAI) -> None:
+    answer = client.embeddings.create(model="tiny", input=["one", "two", "one"])  # the client asks for base64
+    assert [its.index for its in answer.data] == [0, 1, 2]
+    one, two, again = (its.embedding for its in answer.data)
+    assert one == pytest.approx(again, abs=1e-5)
+    assert one != pytest.approx(two, abs=1e-3)
+    assert sum(number * number for number in one) == pytest.approx(1, abs=1e-5)
+    assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (9, 9)
+    (short,) = client.embeddings.create(model="tiny", input="one", dimensions=8, encoding_format="float").data
+    assert len(short.embedding) == 8
+    assert short.embedding[0] / short.embedding[1] == pytest.approx(one[0] / one[1], rel=1e-4)
+    assert sum(number * number for number in short.embedding) == pytest.approx(1, abs=1e-5)
+    with pytest.raises(openai.BadRequestError, match="at most") as caught:
+        client.embeddings.create(model="tiny", input="one", dimensions=1_000_000)
+    assert caught.value.param == "dimensions"
+    for wrong in ({"input": []}, {"input": [[]]}, {"input": ""}, {"input": "x", "encoding_format": "int8"}):
+        with pytest.raises(openai.BadRequestError):
+            client.embeddings.create(**{"model": "tiny", **wrong})

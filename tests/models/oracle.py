@@ -25,6 +25,12 @@ class Oracle:
         with torch.inference_mode():
             return self._model(torch.tensor([list(ids)])).logits[0]
 
+    def final_states(self, ids: Sequence[int]) -> Tensor:
+        """[tokens, hidden], normalised as the logits' input is."""
+        with torch.inference_mode():
+            states: Tensor = self._model.model(torch.tensor([list(ids)])).last_hidden_state[0]
+            return states
+
     def is_greedy(self, prompt: Sequence[int], output: Sequence[int]) -> bool:
         """True when each id of `output` is the likeliest after all before it."""
         logits = self.logits([*prompt, *output[:-1]])[len(prompt) - 1 :]

@@ -17,8 +17,8 @@ from tokenmill.engine import stage
 from tokenmill.engine.device import Device, GraphDevice, Pending, Work
 from tokenmill.engine.graphs import CaptureBudget, DecodeGraphs, Draw, room
 from tokenmill.engine.kv_pool import DeviceState, allocate
-from tokenmill.engine.logprobs import LogprobBook, Wanted
 from tokenmill.engine.mixed import MixedGraphs, MixedSize
+from tokenmill.engine.wishes import Pools, Wanted, WishBook
 from tokenmill.layers.batch import ForwardBatch
 from tokenmill.models.base import CausalLM
 from tokenmill.ops.api import Hidden, Ops
@@ -66,8 +66,8 @@ class Handle:
             drawing = [row for row in self.plan.rows if row.is_sampled]
             lacking = [row for row, token in zip(drawing, ids, strict=True) if token == NO_ID]
             endings = {row.uid: self.verdict(row.slot) for row in lacking}
-        drawn, prompts = wanted.split(numbers) if wanted else ({}, {})
-        return StepResult(self.plan.step, tuple(ids), drawn, prompts, endings)
+        extras = wanted.split(numbers) if wanted else ({}, {}, {})
+        return StepResult(self.plan.step, tuple(ids), *extras, endings)
 
 
 class ModelEngine:
@@ -96,7 +96,8 @@ class ModelEngine:
         self._grammars = GrammarTable(model.spec.vocab_size, device.upload, device.fetch, matchers)
         self._sampler: Sampler = make_sampler(self._table, model.spec, stage.padded_count(config.max_running + 8), ops)
         self._order = DecodeOrder([], [], [])
-        self._book = LogprobBook()
+        self._book = WishBook()
+        self._pools = Pools()
         self._graphs = self._mixed = None
         if config.graph_max_batch and isinstance(attention, GraphAttention):
             assert isinstance(device, GraphDevice)
@@ -144,33 +145,37 @@ class ModelEngine:
         batch, slots, positions = stage.make_batch(plan, *places, is_padded=self.config.device == "cuda")
         if self.tracer is not None:
             self.tracer.forward(plan.step)
-        scores: list[Tensor] = []
-        if wanted is not None and wanted.scored:
-            logits, scores = self._score(batch, slots, wanted)
+        extras: list[Tensor] = []
+        if wanted is not None and wanted.needs_states:
+            logits, extras = self._look(batch, len(slots), wanted)
         else:
             logits = self._model.forward(batch, state.kv)
         sampled = stage.Sampled.of(plan.rows)
         if not sampled.slots:
-            return torch.cat(scores) if scores else None
+            return torch.cat(extras) if extras else None
         if self.config.debug_checks and not torch.isfinite(logits).all():
             raise RuntimeError(f"step {plan.step}: logits are not finite")
         if self.tracer is not None:
             self.tracer.enter("sample", plan.step)
         output = self._draw(logits, slots, positions, sampled, wanted)
-        return torch.cat((output, *scores)) if scores else output
+        return torch.cat((output, *extras)) if extras else output
 
-    def _score(self, batch: ForwardBatch, slots: Tensor, wanted: Wanted) -> tuple[Tensor, list[Tensor]]:
-        """The logits [sampled, vocab] of a step, and records of the prompts' tokens that it must score."""
-        model, top, num_sampled = self._model, wanted.scored_top, len(slots)
+    def _look(self, batch: ForwardBatch, num_sampled: int, wanted: Wanted) -> tuple[Tensor, list[Tensor]]:
+        """The logits [sampled, vocab] of a step; in int32, records of prompts' tokens, and embeddings that end."""
+        model, top, extras = self._model, wanted.scored_top, []
         at, tokens = (self._device.upload(its) for its in wanted.targets())
         assert batch.logits_indices is not None
-        batch = replace(batch, logits_indices=torch.cat((batch.logits_indices, at)))
-        hidden = model.hidden(batch, self._state.kv).value  # [sampled + scored, hidden]
-        scores = []
+        indices = batch.logits_indices, at, self._device.upload(wanted.pooled_places())
+        hidden = model.hidden(replace(batch, logits_indices=torch.cat(indices)), self._state.kv).value
+        sampled, scored, pooled = hidden.split_with_sizes([num_sampled, len(at), len(indices[2])])
         for start in range(0, len(tokens), ROWS_AT_ONCE):
-            logits = model.logits(Hidden(hidden[num_sampled + start :][:ROWS_AT_ONCE]))
-            scores.append(logprob_records(logits, tokens[start:][:ROWS_AT_ONCE].long(), top).flatten())
-        return model.logits(Hidden(hidden[:num_sampled])), scores
+            logits = model.logits(Hidden(scored[start:][:ROWS_AT_ONCE]))
+            extras.append(logprob_records(logits, tokens[start:][:ROWS_AT_ONCE].long(), top).flatten())
+        if wanted.pooled:
+            states = model.final_states(Hidden(pooled)).split_with_sizes([part.length for part in wanted.pooled])
+            embeddings = [self._pools.add(part, its) for part, its in zip(wanted.pooled, states, strict=True)]
+            extras += [embedding.view(torch.int32) for embedding in embeddings if embedding is not None]
+        return model.logits(Hidden(sampled)), extras
 
     def _draw(
         self, logits: Tensor, slots: Tensor, positions: Tensor, sampled: stage.Sampled, wanted: Wanted | None

@@ -33,6 +33,9 @@ class CausalLM(Protocol):
     def hidden(self, batch: ForwardBatch, kv: KVCache) -> Hidden:
         """The first part of `forward`: the hidden state of the tokens that draw."""
 
+    def final_states(self, hidden: Hidden) -> Tensor:
+        """Rows of a hidden state as the logits are made of: [rows, hidden], normalised."""
+
     def logits(self, hidden: Hidden) -> Tensor:
         """The rest of `forward`, of any rows of a hidden state; may overwrite them."""
 

@@ -76,6 +76,10 @@ class Decoder:
             return Hidden(self._ops.settle(hidden).index_select(0, batch.logits_indices))
         return hidden
 
+    def final_states(self, hidden: Hidden) -> Tensor:
+        """See `CausalLM.final_states`."""
+        return self._ops.rms_norm(self._ops.settle(hidden), self._final_norm.norm)
+
     def logits(self, hidden: Hidden) -> Tensor:
         """See `CausalLM.logits`."""
         return self._output.logits(hidden, self._final_norm.norm)

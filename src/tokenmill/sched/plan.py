@@ -89,16 +89,18 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Ids drawn in a step, one for each row with `is_sampled`, in the plan's order; and logprobs by uid.
+    """Ids drawn in a step, one for each row with `is_sampled`, in the plan's order; and what was asked for, by uid.
 
     An id is -1 where none could be drawn; `endings` tells for the uid why, or None: its output is complete.
-    `logprobs` are those of drawn ids, `prompt_logprobs` those of prompts from a position on, as TokenBatch has them.
+    `logprobs` are those of drawn ids, `prompt_logprobs` those of prompts from a position on, as TokenBatch has them;
+    so are `embeddings`.
     """
 
     step: int
     token_ids: tuple[int, ...]
     logprobs: Mapping[int, bytes] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, tuple[int, bytes]] = field(default_factory=dict)
+    embeddings: Mapping[int, bytes] = field(default_factory=dict)
     endings: Mapping[int, str | None] = field(default_factory=dict)
 
 

@@ -77,8 +77,9 @@ class Request:
 
     @property
     def prefix_ids(self) -> bytes:
-        """What a prefix may be found of in the cache: nothing of a prompt that must be computed."""
-        return b"" if self.is_scored else self.token_ids.tobytes()
+        """What a prefix may be found of in the cache: nothing of a prompt that must be computed whole."""
+        is_new = self.params.needs_whole_prompt and len(self.token_ids) == self.prompt_len
+        return b"" if is_new else self.token_ids.tobytes()
 
     @property
     def longest_row(self) -> int:

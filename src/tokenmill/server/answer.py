@@ -15,7 +15,7 @@ from tokenmill.server.errors import ClientLeft, json_response
 from tokenmill.server.generation import Generation
 from tokenmill.server.protocol import GenerationRequest
 from tokenmill.server.settings import AppSettings
-from tokenmill.server.shapes import Head, Shape
+from tokenmill.server.shapes import Head, Shape, Streamed
 from tokenmill.server.sse import Heartbeat, send_events, start_stream
 from tokenmill.wire.messages import TextDelta
 
@@ -58,8 +58,8 @@ class Answer(Response):
             try:
                 await generation.accepted()
                 self._shape.start(self._head, generation)
-                if call.stream:
-                    await self._stream(generation, send)
+                if call.stream and isinstance(self._shape, Streamed):
+                    await self._stream(self._shape, generation, send)
                 else:
                     body = await self._whole(generation)
                     await json_response(body, headers=self._extra_headers)(scope, receive, send)
@@ -74,20 +74,20 @@ class Answer(Response):
         entries = sum(len(its.logprobs or ()) + len(its.prompt_logprobs or ()) for parts in deltas for its in parts)
         return await asyncio.to_thread(self._shape.whole, deltas) if entries > MANY else self._shape.whole(deltas)
 
-    async def _stream(self, generation: Generation, send: Send) -> None:
+    async def _stream(self, shape: Streamed, generation: Generation, send: Send) -> None:
         await start_stream(send, self._extra_headers)
         last = b""
         beat = Heartbeat(self._keep_alive, generation.nudge)
         try:
-            await send_events(send, self._shape.opening())
+            await send_events(send, shape.opening())
             async for batch in generation.deltas():
-                await send_events(send, self._shape.news(batch) if batch else self._shape.beat())
+                await send_events(send, shape.news(batch) if batch else shape.beat())
                 beat.rest()
-            last = self._shape.ending()
+            last = shape.ending()
         except ClientLeft:
             return
         except TokenmillError as error:
-            last = self._shape.failure(error)
+            last = shape.failure(error)
         finally:
             beat.stop()
         await send_events(send, last, more=False)

@@ -62,6 +62,7 @@ class ApiSettings:
             sampling_defaults=self.engine.get("sampling_defaults", {}),
             dialect=self.engine.get("dialect", Dialect()),
             sse_keep_alive=server.sse_keep_alive,
+            pooling=server.pooling,
             timings=server.timings,
         )
         return create_app(client, settings, EdgeSettings(self.keys, server.cors_origins))

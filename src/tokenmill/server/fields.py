@@ -120,17 +120,13 @@ SAMPLING = (
     honoured("response_format", FORMAT, "strict: what of a schema cannot be enforced is refused, else left out"),
     honoured("prompt_logprobs", whole(0, MAX_LOGPROBS), "not for streams; each choice of n computes the prompt"),
     refused("use_beam_search", "no beam search", False),
+    refused("pooling", "for embeddings; the flag --pooling says which"),
     refused("truncate_prompt_tokens", "a prompt is never cut"),
     refused("spaces_between_special_tokens", "spaces are the tokenizer's", True),
     refused("return_token_ids", "not built", False),
 )
-COMMON = (
+SHARED = (
     honoured("model", TEXT, "404 for any but the served model; left out: that one"),
-    honoured("stream", FLAG),
-    honoured("stream_options", OBJECT, "for streams only"),
-    honoured("stream_options.include_usage", FLAG),
-    refused("stream_options.include_obfuscation", "chunks are not padded", False),
-    refused("stream_options.continuous_usage_stats", "usage comes last", False),
     honoured("user", text(0, MAX_NAME), "the tenant, for the policy fair; with API keys, key and user together are it"),
     honoured("request_id", text(1, MAX_REQUEST_ID), "printable ASCII; else the header X-Request-Id"),
     honoured("priority", whole(-MAX_INT32, MAX_INT32), "not 0 only with --policy or --eviction priority"),
@@ -138,6 +134,14 @@ COMMON = (
     honoured("timeout", number(0.001, MAX_INT32 // 1000), "the same in seconds"),
     honoured("cache_salt", text(1, MAX_NAME), "only requests of one salt share K/V"),
     honoured("timings", FLAG, "tell where the time went"),
+)
+COMMON = (
+    SHARED,
+    honoured("stream", FLAG),
+    honoured("stream_options", OBJECT, "for streams only"),
+    honoured("stream_options.include_usage", FLAG),
+    refused("stream_options.include_obfuscation", "chunks are not padded", False),
+    refused("stream_options.continuous_usage_stats", "usage comes last", False),
     refused("store", "nothing is stored", False),
     refused("service_tier", "one tier", "auto", "default"),
     refused("prompt_cache_options", "the prefix cache needs none: see cache_salt and /v1/cache"),
@@ -221,6 +225,13 @@ DETOKENIZE = Table(honoured("model", TEXT), honoured("tokens", array(whole(0, MA
 FLUSH = Table(
     honoured("cache_salt", text(1, MAX_NAME), "left out: of all salts"),
     honoured("with_pins", FLAG, "also what is pinned"),
+)
+
+EMBEDDING = Table(
+    honoured("input", PROMPT, "one or several, as prompt in completions", required=True),
+    honoured("encoding_format", one_of("float", "base64"), "base64: of float32, little-endian"),
+    honoured("dimensions", whole(1, MAX_INT32), "the first so many numbers, brought to length 1 again"),
+    SHARED,
 )
 
 COUNT = whole(0)
@@ -339,7 +350,19 @@ ERROR = record(
         code=either(whole(400, 599), one_of("invalid_api_key")),
     ),
 )
+VECTOR = either(array(number(-1, 1)), TEXT)
+EMBEDDING_RESPONSE = Table(
+    given("object", one_of("list")),
+    given("model", TEXT),
+    given("data", array(OBJECT), "one of each input"),
+    given("data[].object", one_of("embedding")),
+    given("data[].index", COUNT),
+    given("data[].embedding", VECTOR, "of length 1"),
+    given("usage", record(["prompt_tokens", "total_tokens"], prompt_tokens=COUNT, total_tokens=COUNT)),
+    TIMINGS,
+)
 APIS: Mapping[str, tuple[Table, Mapping[str, Table]]] = {
     "/v1/chat/completions": (CHAT, {"response": CHAT_RESPONSE, "chunk of a stream": CHAT_CHUNK}),
     "/v1/completions": (COMPLETION, {"response, and chunk of a stream": COMPLETION_RESPONSE}),
+    "/v1/embeddings": (EMBEDDING, {"response": EMBEDDING_RESPONSE}),
 }

@@ -14,6 +14,7 @@ from tokenmill.server.fields import (
     CHAT,
     COMPLETION,
     DETOKENIZE,
+    EMBEDDING,
     FLUSH,
     MAX_CHOICES_IN_ALL,
     MAX_REQUEST_ID,
@@ -25,7 +26,7 @@ from tokenmill.server.schema import Table, equals, kind_of
 from tokenmill.server.tools import ToolUse, tool_use
 from tokenmill.text.dialect import Dialect
 from tokenmill.text.messages import check_messages
-from tokenmill.types import MAX_INT32, SamplingParams, Scheduling, StructuredOutputs, deadline_from
+from tokenmill.types import MAX_INT32, Pooling, SamplingParams, Scheduling, StructuredOutputs, deadline_from
 from tokenmill.wire.messages import CacheCall, CacheVerb, ChatPrompt, TextCall, pack_ids
 
 Prompt = str | list[int] | ChatPrompt
@@ -45,20 +46,29 @@ CACHE_TABLES: Mapping[str, Table] = {"probe": PROBE, "pin": PIN, "unpin": PROBE,
 
 
 @dataclass(frozen=True, slots=True)
+class VectorForm:
+    """How embeddings are shown: of how many numbers (None: all), and whether as base64 of float32."""
+
+    dimensions: int | None = None
+    is_base64: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """A request that has passed every check that needs no tokenizer. `model` is None when the body names none."""
 
     model: str | None
     prompts: list[Prompt]
     params: SamplingParams
-    stream: bool
-    include_usage: bool
-    echo: bool
     request_id: str | None
     scheduling: Scheduling
     timings: bool
-    tools: ToolUse
+    stream: bool = False
+    include_usage: bool = False
+    echo: bool = False
+    tools: ToolUse = NO_TOOLS
     shows_prompt_logprobs: bool = False
+    vectors: VectorForm = VectorForm()
 
 
 def decode_body(body: bytes) -> dict[str, Any]:
@@ -105,6 +115,15 @@ def parse_completion(
     logprobs = None if logprobs is False else logprobs
     options: dict[str, Any] = {"echo": fields.take("echo") is True, "logprobs": logprobs}
     return _finish(fields, prompts, defaults, now, COMPLETION_MAX_TOKENS, **options)
+
+
+def parse_embedding(pooling: Pooling, body: dict[str, Any], now: int = 0) -> GenerationRequest:
+    """A /v1/embeddings request; see `parse_chat`."""
+    fields = _Fields(body, EMBEDDING)
+    prompts = _prompts(fields.raw("input"), "input")
+    vectors = VectorForm(fields.take("dimensions"), fields.take("encoding_format") == "base64")
+    params = SamplingParams(max_tokens=0, temperature=0, pooling=pooling)
+    return GenerationRequest(prompts=prompts, params=params, vectors=vectors, **_shared(fields, now))
 
 
 def parse_cache_call(body: dict[str, Any], verb: CacheVerb) -> tuple[CacheCall, Prompt | None]:
@@ -234,6 +253,20 @@ def _finish(
         params = msgspec.structs.replace(params, prompt_logprobs=logprobs)
     if best_of not in (None, params.n):
         raise UnsupportedField("best_of is not supported unless it equals n: leave it out", "best_of")
+    return GenerationRequest(
+        prompts=prompts,
+        params=params,
+        stream=stream,
+        include_usage=include_usage,
+        echo=echo,
+        tools=tools,
+        shows_prompt_logprobs=shows_prompt_logprobs,
+        **_shared(fields, now),
+    )
+
+
+def _shared(fields: _Fields, now: int) -> dict[str, Any]:
+    """What all that is generated for has in common; the other fields must be taken by now."""
     model, request_id = fields.take("model"), fields.take("request_id")
     if request_id is not None:
         check_request_id(request_id, "request_id")
@@ -245,19 +278,7 @@ def _finish(
     )
     timings = fields.take("timings") is True
     fields.refuse_rest()
-    return GenerationRequest(
-        model,
-        prompts,
-        params,
-        stream,
-        include_usage,
-        echo,
-        request_id,
-        scheduling,
-        timings,
-        tools,
-        shows_prompt_logprobs,
-    )
+    return {"model": model, "request_id": request_id, "scheduling": scheduling, "timings": timings}
 
 
 def check_request_id(request_id: str, name: str) -> None:
@@ -309,28 +330,28 @@ def _include_usage(fields: _Fields, stream: bool) -> bool:
     return (options or {}).get("include_usage") is True
 
 
-def _prompts(raw: Any) -> list[Prompt]:
+def _prompts(raw: Any, name: str = "prompt") -> list[Prompt]:
     if raw is None:
-        raise InvalidRequest("prompt is missing: give a string, a list of strings, or token ids", "prompt")
+        raise InvalidRequest(f"{name} is missing: give a string, a list of strings, or token ids", name)
     if isinstance(raw, str):
         return [raw]
     if not isinstance(raw, list) or not raw:
-        raise InvalidRequest("prompt must be a string, or a list of strings or token ids that is not empty", "prompt")
+        raise InvalidRequest(f"{name} must be a string, or a list of strings or token ids that is not empty", name)
     if len(raw) <= MAX_CHOICES_IN_ALL and all(isinstance(item, str) for item in raw):
         return list(raw)
     if all(isinstance(item, list) for item in raw):
         if len(raw) > MAX_CHOICES_IN_ALL or not all(raw):
-            raise InvalidRequest(f"prompt must hold 1 to {MAX_CHOICES_IN_ALL} lists, none of them empty", "prompt")
-        return [_token_ids(item) for item in raw]
-    return [_token_ids(raw)]
+            raise InvalidRequest(f"{name} must hold 1 to {MAX_CHOICES_IN_ALL} lists, none of them empty", name)
+        return [_token_ids(item, name) for item in raw]
+    return [_token_ids(raw, name)]
 
 
-def _token_ids(items: list[Any]) -> list[int]:
+def _token_ids(items: list[Any], name: str) -> list[int]:
     if not all(type(item) is int for item in items):
         wrong = next(kind_of(item) for item in items if type(item) is not int)
-        raise InvalidRequest(f"prompt must hold strings only or token ids only; {wrong} is out of place", "prompt")
+        raise InvalidRequest(f"{name} must hold strings only or token ids only; {wrong} is out of place", name)
     if min(items) < 0 or max(items) > MAX_INT32:
-        raise InvalidRequest(f"prompt has a token id outside 0 to {MAX_INT32}", "prompt")
+        raise InvalidRequest(f"{name} has a token id outside 0 to {MAX_INT32}", name)
     return items
 
 

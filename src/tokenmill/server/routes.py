@@ -15,6 +15,7 @@ from tokenmill.errors import ModelNotFound, UnsupportedField
 from tokenmill.server.answer import Answer, request_name
 from tokenmill.server.cache_routes import add_cache_routes
 from tokenmill.server.client import EngineClient
+from tokenmill.server.embeddings import EmbeddingShape
 from tokenmill.server.errors import BodyTooLarge, ClientLeft, RouteError, WrongContentType, json_response
 from tokenmill.server.metrics import render
 from tokenmill.server.protocol import (
@@ -23,9 +24,10 @@ from tokenmill.server.protocol import (
     parse_chat,
     parse_completion,
     parse_detokenize,
+    parse_embedding,
     parse_tokenize,
 )
-from tokenmill.server.schemas import CHAT_BODY, COMPLETION_BODY, DETOKENIZE_BODY, TOKENIZE_BODY
+from tokenmill.server.schemas import CHAT_BODY, COMPLETION_BODY, DETOKENIZE_BODY, EMBEDDING_BODY, TOKENIZE_BODY
 from tokenmill.server.settings import AppSettings
 from tokenmill.server.shapes import ChatShape, CompletionShape, Shape
 from tokenmill.text.dialect import Dialect
@@ -51,6 +53,13 @@ def make_router(client: EngineClient, settings: AppSettings) -> APIRouter:
     @router.post("/v1/completions", openapi_extra=COMPLETION_BODY, summary="Text completion, OpenAI-compatible")
     async def completions(request: Request) -> Response:
         return await _answer(request, parse_completion, CompletionShape)
+
+    @router.post("/v1/embeddings", openapi_extra=EMBEDDING_BODY, summary="Embeddings, OpenAI-compatible")
+    async def embeddings(request: Request) -> Response:
+        def parse(body: dict[str, Any], defaults: object, now: int, dialect: object) -> GenerationRequest:
+            return parse_embedding(settings.pooling, body, now)
+
+        return await _answer(request, parse, EmbeddingShape)
 
     @router.get("/v1/models", summary="The model that is served")
     async def models() -> Response:

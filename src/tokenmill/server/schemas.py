@@ -25,12 +25,14 @@ def _generation(path: str, example: dict[str, Any]) -> dict[str, Any]:
     schema = next(iter(responses.values())).schema
     body = _body(request, example)
     body["responses"]["200"] = _content(schema)
-    body["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    if "stream" in request.fields:
+        body["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
     return body
 
 
 CHAT_BODY = _generation("/v1/chat/completions", CHAT_EXAMPLE)
 COMPLETION_BODY = _generation("/v1/completions", {"prompt": "The sun is", "max_tokens": 16})
+EMBEDDING_BODY = _generation("/v1/embeddings", {"input": "The sun is"})
 PROBE_BODY = _body(PROBE, {"prompt": "The sun is"})
 PIN_BODY = _body(PIN, PIN_EXAMPLE)
 TOKENIZE_BODY = _body(TOKENIZE, {"prompt": "The sun is"})

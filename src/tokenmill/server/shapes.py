@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from msgspec.structs import replace
 
@@ -35,13 +35,18 @@ class Head:
 
 
 class Shape(Protocol):
-    """How one request is answered. Of the methods, `start` is called first, once the request is accepted."""
+    """How one request is answered. `start` is called first, once the request is accepted."""
 
     def start(self, head: Head, generation: Generation) -> None:
         """`generation` is read for what it knows of usage and times."""
 
     def whole(self, deltas: Sequence[Sequence[TextDelta]]) -> Json:
         """The whole answer, from all deltas of each choice."""
+
+
+@runtime_checkable
+class Streamed(Shape, Protocol):
+    """How one request is answered that may ask for a stream."""
 
     def opening(self) -> bytes:
         """The events before any text."""

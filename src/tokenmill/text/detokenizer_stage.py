@@ -160,6 +160,7 @@ class DetokenizerStage:
             timings=None if reason is None else request.timings(batch.now),
             logprobs=request.take_logprobs(token_ids, batch.logprobs.get(uid, b""), len(text), ends),
             prompt_logprobs=request.take_prompt_logprobs(*batch.prompt_logprobs.get(uid, (1, b""))),
+            embedding=batch.embeddings.get(uid, b""),
         )
 
 

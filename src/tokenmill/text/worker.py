@@ -150,7 +150,7 @@ class TokenizerStage:
         max_tokens = _max_tokens(params, len(token_ids), limits.max_model_len, "messages" if job.chat else "prompt")
         is_prompt_only = max_tokens == 0
         if is_prompt_only:
-            if not job.echo and params.prompt_logprobs is None:
+            if not job.echo and params.prompt_logprobs is None and params.pooling is None:
                 raise InvalidRequest("max_tokens may be 0 only with echo or prompt_logprobs: raise it", "max_tokens")
             # The token that a prompt's last step draws is dropped: nothing may depend on it.
             nothing = {"structured_outputs": None, "logprobs": None, "stop_token_ids": ()}

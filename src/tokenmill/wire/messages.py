@@ -285,6 +285,7 @@ class TokenBatch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     `finished` applies after the rows. A finishing stop token is in the rows; `Finish.is_stop_token` says so.
     `logprobs` are records of a request's new ids, `prompt_logprobs` of its prompt's from a position on: int32 bytes, a
     token's logprob (as float32's bits) and rank, then id and logprob of as many of the likeliest as it asked for.
+    `embeddings` are float32 bytes, with the token that follows the prompt.
     """
 
     uids: list[int] = []
@@ -297,6 +298,7 @@ class TokenBatch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     finished: list[Finish] = []
     logprobs: dict[int, bytes] = {}
     prompt_logprobs: dict[int, tuple[int, bytes]] = {}
+    embeddings: dict[int, bytes] = {}
 
 
 class TextDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -305,6 +307,7 @@ class TextDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `completion_tokens` is the total up to the end of `text`. `stop_reason` is the stop string or id that matched.
     `token_ids` are the ids of this delta (int32 bytes), without those after a stop string. `timings` come with the end.
     `logprobs`, where asked for, come with the text that their tokens begin, those of the prompt before any text.
+    An `embedding`, float32 bytes, comes with the end.
     """
 
     uid: int
@@ -319,6 +322,7 @@ class TextDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     timings: Timings | None = None
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
+    embedding: bytes = b""
 
 
 class TextBatch(msgspec.Struct, frozen=True, tag=True):

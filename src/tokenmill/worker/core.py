@@ -182,6 +182,7 @@ def _columns(outcome: Outcome, result: StepResult, began: list[tuple[int, int]])
         finished=_finishes(outcome.finished),
         logprobs={uid: logprobs[uid] for uid, _ in outcome.tokens if uid in logprobs} if logprobs else {},
         prompt_logprobs=dict(result.prompt_logprobs),
+        embeddings=dict(result.embeddings),
     )
 
 
