@@ -167,7 +167,7 @@ def test_responses_are_those_of_the_tables() -> None:
     ):
         *blocks, done, rest = Site().post(path, **prompt, **options).text.split("\n\n")
         assert (done, rest) == ("data: [DONE]", "")
-        assert len(blocks) > 3
+        assert len(blocks) > 1
         for block in blocks:
             check(json.loads(block.removeprefix("data: ")), table.schema, "chunk")
 

@@ -59,7 +59,8 @@ class Answer(Response):
                 await generation.accepted()
                 self._shape.start(self._head, generation)
                 if call.stream and isinstance(self._shape, Streamed):
-                    await self._stream(self._shape, generation, send)
+                    # A task of its own wakes up for each chunk without all the callers of this one.
+                    await asyncio.create_task(self._stream(self._shape, generation, send))
                 else:
                     body = await self._whole(generation)
                     await json_response(body, headers=self._extra_headers)(scope, receive, send)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import socket
 from collections.abc import Callable, Iterator, Mapping
@@ -129,6 +130,8 @@ class Api:
     async def run(self) -> None:
         """Serve until `end` has been called, and all is done."""
         assert self._settings.listener is not None
+        gc.collect()
+        gc.freeze()  # what is loaded stays: collections beside streams need not look at it
         pump = asyncio.create_task(self._inbox.pump(self._deliver))
         serving = asyncio.create_task(self._http.serve([self._settings.listener]))
         tasks: set[asyncio.Task[Any]] = {pump, serving, asyncio.create_task(self._asked.wait())}

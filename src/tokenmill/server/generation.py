@@ -23,7 +23,7 @@ class Generation:
         self.name = name
         self.num_choices = num_prompts * n
         self._n = n
-        self._wake = asyncio.Event()
+        self._sleeper: asyncio.Future[None] | None = None
         self._pending: dict[int, wire.TextDelta] = {}
         self._error: TokenmillError | None = None
         self._is_nudged = False
@@ -89,7 +89,7 @@ class Generation:
     def nudge(self) -> None:
         """Have `deltas` give an empty list, if there is nothing else."""
         self._is_nudged = True
-        self._wake.set()
+        self._wake()
 
     def cancel(self) -> None:
         """End every choice that has not ended, as it is."""
@@ -102,14 +102,14 @@ class Generation:
         """End with this error; the first one stays."""
         if self._error is None:
             self._error = error
-        self._wake.set()
+        self._wake()
 
     def tokenized(self, prompt_tokens: int, is_thinking: bool) -> None:
         """One prompt is tokenized; `is_thinking`: it ends within thoughts."""
         self._not_tokenized = max(0, self._not_tokenized - 1)  # a cancelled request waits for none
         self._prompt_tokens += prompt_tokens
         self.is_thinking = is_thinking
-        self._wake.set()
+        self._wake()
 
     def add(self, index: int, delta: wire.TextDelta) -> None:
         """Take in what is new of one choice."""
@@ -131,11 +131,15 @@ class Generation:
             self._pending[index] = delta if before is None else _merge(before, delta)
         elif delta.prompt_logprobs:
             self._scored.setdefault(index, []).extend(delta.prompt_logprobs)
-        self._wake.set()
+        self._wake()
 
     async def _wait(self) -> None:
-        self._wake.clear()
-        await self._wake.wait()
+        self._sleeper = asyncio.get_running_loop().create_future()
+        await self._sleeper
+
+    def _wake(self) -> None:
+        if self._sleeper is not None and not self._sleeper.done():
+            self._sleeper.set_result(None)
 
 
 def _merge(first: wire.TextDelta, second: wire.TextDelta) -> wire.TextDelta:
