@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tokenmill.errors import InvalidRequest, Overloaded
-from tokenmill.text import grammar_check
+from tokenmill.text import grammar, grammar_check
 from tokenmill.text.grammar import MAX_KEPT, Compiled, Vocabulary
 from tokenmill.text.grammar_check import GrammarCheck
 from tokenmill.text.tokenizer import Tokenizer
@@ -110,7 +110,7 @@ def test_one_that_waits_too_long_for_others_is_told_to_try_again() -> None:
     compiled.close()
 
 
-def test_what_was_asked_for_last_is_kept_and_failures_are_not() -> None:
+def test_what_was_asked_for_last_is_kept_and_failures_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 
     def work(source: str) -> int:
@@ -127,8 +127,12 @@ def test_what_was_asked_for_last_is_kept_and_failures_are_not() -> None:
     assert len(calls) == MAX_KEPT + 1
     assert compiled.start(ask[-1]).result() == MAX_KEPT + 1
     assert compiled.start(ask[0]).result() == MAX_KEPT + 2
-    for _ in range(2):
+    failing = StructuredOutputs(regex="fail")
+    for seconds, num_calls in ((30.0, 3), (30.0, 3), (-1.0, 4)):
+        monkeypatch.setattr(grammar, "FAILURE_SECONDS", seconds)
         with pytest.raises(OSError, match="gone"):
-            compiled.start(StructuredOutputs(regex="fail")).result()
+            compiled.start(failing).result()
+        assert len(calls) == MAX_KEPT + num_calls
+    compiled.start(ask[0]).result()
     assert len(calls) == MAX_KEPT + 4
     compiled.close()

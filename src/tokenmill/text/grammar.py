@@ -25,6 +25,7 @@ from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.types import MAX_GRAMMAR, StructuredOutputs
 
 MAX_KEPT = 512
+FAILURE_SECONDS = 30.0
 STACK_BYTES = 64 << 20  # far more than what `text.grammar_check` lets pass needs
 NO_FORCING = '%llguidance {"no_forcing": true}'  # the last one counts, whatever a grammar says before
 WHITESPACE = r"[ ]|\r?\n[ \t]{0,64}"  # as printers write JSON; without a bound some models write no end of it
@@ -142,24 +143,26 @@ def compile_matcher(tokenizer: LLTokenizer, source: str) -> LLMatcher:
 class Compiled(Generic[T]):
     """What `work` makes of grammars, one after another, on a thread; what was asked for last is kept.
 
-    One that has waited for over `patience` seconds for others fails with Overloaded. Failures are not kept.
+    One that has waited for over `patience` seconds for others fails with Overloaded. Failures are kept for a while.
     """
 
     def __init__(self, work: Callable[[str], T], patience: float = math.inf) -> None:
         self._work, self._patience = work, patience
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._lock = threading.Lock()  # in a scheduler process both the loop and the device's thread ask
-        self._kept: OrderedDict[str, Future[T]] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[Future[T], float]] = OrderedDict()  # and when they were begun
 
     def start(self, wanted: StructuredOutputs) -> Future[T]:
         """Begin, unless it is done or begun. Raises as `lark_source`."""
-        source = lark_source(wanted)
+        source, now = lark_source(wanted), time.monotonic()
         with self._lock:
-            future = self._kept.get(source)
-            if future is None or (future.done() and future.exception() is not None):
+            future, begun = self._kept.get(source, (None, now))
+            is_stale = now - begun > FAILURE_SECONDS
+            if future is None or (is_stale and future.done() and future.exception() is not None):
                 before = threading.stack_size(STACK_BYTES)
-                future = self._kept[source] = self._thread.submit(self._run, source, time.monotonic())
+                future = self._thread.submit(self._run, source, now)
                 threading.stack_size(before)
+                self._kept[source] = future, now
             self._kept.move_to_end(source)
             if len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)

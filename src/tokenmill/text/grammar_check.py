@@ -43,8 +43,8 @@ class GrammarCheck:
         self._load = load
         self._helper: tuple[Connection, Popen[bytes]] | None = None
 
-    def start(self, wanted: StructuredOutputs) -> Future[str]:
-        """Begin to check; see `Compiled.start`. The result is what is wrong, or nothing."""
+    def start(self, wanted: StructuredOutputs) -> Future[None]:
+        """Begin to check; see `Compiled.start`."""
         return self._compiled.start(wanted)
 
     def check(self, wanted: StructuredOutputs) -> None:
@@ -54,23 +54,27 @@ class GrammarCheck:
             InvalidRequest: in the compiler's own words, or because it takes too much time or memory.
             Overloaded: others took too long.
         """
-        if words := self.start(wanted).result():
-            raise InvalidRequest(f"{wanted.param}: {words}", wanted.param)
+        future = self.start(wanted)
+        try:
+            future.result()
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{wanted.param}: {error.message}", wanted.param) from None
 
     def close(self) -> None:
         """End thread and process."""
         self._compiled.close()
         self._end_helper()
 
-    def _check(self, source: str) -> str:
+    def _check(self, source: str) -> None:
         if self._helper is None:
             self._helper = start_helper(__name__)
             self._ask(self._load(), START_SECONDS)
         words = self._ask(source, CHECK_SECONDS)
         if words is None:
             self._end_helper()
-            return f"it takes over {CHECK_SECONDS:g} s or {MEMORY_BYTES >> 30} GiB to compile, or is nested too deeply"
-        return words
+            words = f"it takes over {CHECK_SECONDS:g} s or {MEMORY_BYTES >> 30} GiB to compile, or is nested too deeply"
+        if words:
+            raise InvalidRequest(words)
 
     def _ask(self, question: Vocabulary | str, seconds: float) -> str | None:
         """The answer; None: there is none in time, or no more process."""
