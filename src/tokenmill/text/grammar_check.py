@@ -137,8 +137,9 @@ def _serve(pipe: Connection) -> None:
 def main() -> None:
     """The process: takes a vocabulary, then grammars, each of which it answers with what is wrong with it."""
     pipe = helper_pipe("grammars")
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with suppress(ValueError, OSError):  # not every system has it
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     threading.stack_size(STACK_BYTES)
     thread = threading.Thread(target=_serve, args=(pipe,))
     thread.start()
