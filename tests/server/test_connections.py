@@ -160,6 +160,17 @@ def test_two_requests_at_once_on_one_connection() -> None:
     assert rest.count(b'"text":"ab"') == 2
 
 
+def test_what_came_before_something_bad_is_answered() -> None:
+    request = HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
+    for bad in (b"nonsense", b"GET /" + b"a" * 1001 + b" HTTP/1.1\r\n"):
+        status, _, body = talk(request + bad)
+        assert (status, json.loads(body)["choices"][0]["text"]) == (200, "ab")
+    chunked = HEAD + b"Transfer-Encoding: chunked\r\n\r\nnonsense\r\n"
+    assert refusal(talk(chunked)) == (400, "this is not valid HTTP")
+    unknown = HEAD.replace(b"/v1/completions", b"/none") + b"Transfer-Encoding: chunked\r\n\r\n"
+    assert talk(unknown, b"2\r\n{}\r\n", b"nonsense\r\n")[0] in (400, 404)
+
+
 def test_a_client_that_does_not_read_is_disconnected() -> None:
     async def run() -> None:
         site = Site()

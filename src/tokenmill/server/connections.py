@@ -159,7 +159,7 @@ class LimitedConnection(HttpToolsProtocol):
         raise ValueError(message)
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer what was read last, unless an answer has begun, and close.
+        """Answer what was read last, unless its answer has begun, and close.
 
         Closing with bytes unread would reset the connection, and take the answer away from a client that still sends.
         """
@@ -167,8 +167,11 @@ class LimitedConnection(HttpToolsProtocol):
         if self._is_refused or self.transport.is_closing():
             return
         self._is_refused = True
-        is_answered = self.cycle is not None and self.cycle.response_started
-        if not (is_answered if self._in_body else self.cycle is not None and not self.cycle.response_complete):
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete and not self._in_body:
+            cycle.keep_alive = False  # what came before is answered first, and its end closes the connection
+            return
+        if cycle is None or not (self._in_body and cycle.response_started):
             body = msgspec.json.encode(error_object(RouteError(message, status)))
             head = [
                 STATUS_LINE[status].rstrip(),
@@ -178,6 +181,9 @@ class LimitedConnection(HttpToolsProtocol):
                 b"connection: close",
             ]
             self.transport.write(b"\r\n".join([*head, b"", body]))
+        if cycle is not None:
+            cycle.disconnected = True
+            cycle.message_event.set()
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.loop.call_later(LINGER, self.transport.close)
