@@ -81,9 +81,8 @@ class FakeTokenizer:
                     self._server.send(CallAnswer(serial, {"prompt": "".join(map(chr, unpack_ids(ids)))}))
                 case TextCall(serial=serial, text=text, chat=chat):
                     asked = {"special": message.add_special_tokens, "strings": message.with_strings}
-                    self._server.send(
-                        CallAnswer(serial, {"text": chat.messages[0]["content"] if chat else text, **asked})
-                    )
+                    text = chat.messages[0]["content"] if chat else text or ""
+                    self._server.send(CallAnswer(serial, {"text": text, "count": len(text), **asked}))
                 case CacheCall(serial=serial, text="REFUSE"):
                     self._server.send(CallAnswer(serial, error=ErrorInfo("refused", "BadRequestError", 400, "prompt")))
                 case CacheCall(text=text, chat=chat, token_ids=given):

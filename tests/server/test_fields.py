@@ -8,19 +8,31 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
+import anthropic.types
 import openai.types
 import openai.types.chat as openai_chat
 import pytest
+from anthropic.types import MessageCountTokensParams, OutputConfigParam
+from anthropic.types.message_create_params import MessageCreateParamsBase as MessagesParams
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParams
 from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParams
+from openai.types.responses.response_create_params import ResponseCreateParamsBase as ResponsesParams
+from openai.types.responses.response_text_config_param import ResponseTextConfigParam
+from openai.types.shared_params import Reasoning
 from pydantic import BaseModel
 
 from tests.server.site import COMPLETIONS, Site, user
 from tokenmill.errors import InvalidRequest, UnsupportedField
-from tokenmill.server.fields import APIS, CHAT, CHAT_CHUNK, CHAT_RESPONSE, COMPLETION, COMPLETION_RESPONSE, ERROR
+from tokenmill.server.apis import APIS
+from tokenmill.server.fields import CHAT, CHAT_CHUNK, CHAT_RESPONSE, COMPLETION, COMPLETION_RESPONSE, ERROR
+from tokenmill.server.messages import parse_count, parse_messages
+from tokenmill.server.messages_fields import COUNT_TOKENS, MESSAGE_RESPONSE, MESSAGES
 from tokenmill.server.protocol import parse_chat, parse_completion
 from tokenmill.server.reference import reference
+from tokenmill.server.responses import parse_responses
+from tokenmill.server.responses_fields import RESPONSE, RESPONSES
 from tokenmill.server.schema import Field, Table, check, equals, words
+from tokenmill.text.dialect import Dialect
 from tokenmill.types import SamplingParams
 
 DOCS = Path(__file__).parents[2] / "docs/api.md"
@@ -28,6 +40,9 @@ CHATS = "/v1/chat/completions"
 PARSERS: dict[str, tuple[Table, Callable[..., Any], dict[str, Any]]] = {
     "chat": (CHAT, parse_chat, {"messages": user("x"), "stream": True, "stream_options": {}}),
     "completion": (COMPLETION, parse_completion, {"prompt": "x", "stream": True, "stream_options": {}}),
+    "responses": (RESPONSES, parse_responses, {"input": "x", "stream": True}),
+    "messages": (MESSAGES, parse_messages, {"messages": user("x"), "max_tokens": 9}),
+    "count_tokens": (COUNT_TOKENS, lambda body, defaults: parse_count(body, Dialect()), {"messages": user("x")}),
 }
 VALUES = (True, 5, 5.5, -(2**70), 2**70, "some text", "x" * 2000, [5], ["x"], [{}], {"x": {}}, {"type": "nothing"})
 
@@ -102,8 +117,8 @@ def test_bounds_are_those_that_are_checked(api: str, field: Field) -> None:
             continue
         companion = {
             "best_of": {"n": bound},
-            "min_tokens": {"max_tokens": bound} if bound else {},
-            "top_logprobs": {"logprobs": True},
+            "min_tokens": {"max_output_tokens" if api == "responses" else "max_tokens": bound} if bound else {},
+            "top_logprobs": {"logprobs": True} if api == "chat" else {},
             "prompt_logprobs": {"stream": False, "stream_options": None},
         }.get(field.path, {})
         body, place = body_with(api, field, bound)
@@ -127,8 +142,17 @@ def test_all_sampling_parameters_stand_in_the_tables() -> None:
 
 
 def test_no_field_of_openais_client_is_missing() -> None:
-    for table, params in ((CHAT, ChatParams), (COMPLETION, CompletionParams)):
+    tables = (
+        (CHAT, ChatParams),
+        (COMPLETION, CompletionParams),
+        (RESPONSES, ResponsesParams),
+        (MESSAGES, MessagesParams),
+    )
+    for table, params in (*tables, (COUNT_TOKENS, MessageCountTokensParams)):
         assert set(params.__annotations__) <= set(table.fields)
+    for name, params in (("reasoning", Reasoning), ("text", ResponseTextConfigParam)):
+        assert {f"{name}.{field}" for field in params.__annotations__} <= set(RESPONSES.fields)
+    assert {f"output_config.{field}" for field in OutputConfigParam.__annotations__} <= set(MESSAGES.fields)
     stream_options = set(openai_chat.ChatCompletionStreamOptionsParam.__annotations__)
     messages = set().union(*(kind.__annotations__ for kind in get_args(openai_chat.ChatCompletionMessageParam)))
     for prefix, names in (("stream_options.", stream_options), ("messages[].", messages)):
@@ -150,6 +174,8 @@ def paths_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
         (CHAT_RESPONSE, openai_chat.ChatCompletion),
         (CHAT_CHUNK, openai_chat.ChatCompletionChunk),
         (COMPLETION_RESPONSE, openai.types.Completion),
+        (RESPONSE, openai.types.responses.Response),
+        (MESSAGE_RESPONSE, anthropic.types.Message),
     ],
 )
 def test_no_response_field_of_openais_client_is_missing(table: Table, model: type[BaseModel]) -> None:
@@ -177,13 +203,13 @@ def test_openapi_shows_the_tables() -> None:
         return json.loads(value if isinstance(value, str) else json.dumps(value), parse_int=float)
 
     paths = in_floats(Site().request("GET", "/openapi.json").text)["paths"]
-    for path, (request, responses) in APIS.items():
+    for path, api in APIS.items():
         shown = paths[path]["post"]
         schema = shown["requestBody"]["content"]["application/json"]["schema"]
-        assert schema["properties"] == in_floats(request.schema["properties"])
+        assert schema["properties"] == in_floats(api.request.schema["properties"])
         assert schema["additionalProperties"] is False
         answer = shown["responses"]["200"]["content"]["application/json"]["schema"]
-        assert answer == in_floats(next(iter(responses.values())).schema)
+        assert answer == in_floats(next(iter(api.answers.values())).schema)
 
 
 LIST = {"type": "array", "items": {"type": "integer", "minimum": 0}, "maxItems": 2}

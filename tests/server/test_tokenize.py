@@ -11,9 +11,9 @@ from tests.server.site import Site, error_of, user
 
 def test_questions_to_a_tokenizer(site: Site) -> None:
     plain = site.post("/tokenize", model="org/tiny", prompt="abc").json()
-    assert plain == {"text": "abc", "special": True, "strings": False}
+    assert plain == {"text": "abc", "count": 3, "special": True, "strings": False}
     chosen = site.post("/tokenize", prompt="", add_special_tokens=False, return_token_strs=True).json()
-    assert chosen == {"text": "", "special": False, "strings": True}
+    assert chosen == {"text": "", "count": 0, "special": False, "strings": True}
     assert site.post("/tokenize", messages=user("abc"), add_generation_prompt=False).json()["text"] == "abc"
     assert site.post("/detokenize", tokens=[ord("h"), ord("i")]).json() == {"prompt": "hi"}
     assert site.post("/detokenize", tokens=[]).json() == {"prompt": ""}

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from tests.server.site import SETTINGS, Site
+from tests.server.site import user
+from tests.server.speaking import GOOD, OTHER, SAID, Speaking, written
 from tokenmill.errors import InvalidRequest
-from tokenmill.server.app import create_app
 from tokenmill.server.protocol import GenerationRequest, parse_chat
 from tokenmill.server.tools import tool_use
 from tokenmill.text.dialect import TOOL_STYLES, Dialect
+from tokenmill.types import StructuredOutputs
 from tokenmill.wire.messages import ChatPrompt
 
 CHAT = "/v1/chat/completions"
@@ -93,16 +93,6 @@ def test_wrong_tools_are_refused_by_name(fields: dict[str, Any], param: str) -> 
     assert caught.value.param == param
 
 
-def written(style: str, *calls: dict[str, Any]) -> str:
-    """The calls as the model would write them."""
-    its = TOOL_STYLES[style]
-    texts = [json.dumps({"name": call["name"], its.arguments: call["arguments"]}) for call in calls]
-    if its.tags.end:
-        texts = [f"{its.tags.start}{its.inside}{text}{its.inside}{its.tags.end}" for text in texts]
-    whole = its.between.join(texts)
-    return f"{its.tags.start}[{whole}]" if its.in_list else whole
-
-
 def allows(grammar: str | None, text: str) -> bool:
     tokenizer = LLTokenizer("byte")
     matcher = LLMatcher(tokenizer, grammar)
@@ -111,9 +101,7 @@ def allows(grammar: str | None, text: str) -> bool:
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
-GOOD = {"name": "add", "arguments": {"a": 1, "b": 2}}
 WRONG = {"name": "add", "arguments": {"a": 1, "b": 12}}
-OTHER = {"name": "ping", "arguments": {}}
 STRICT = {**ADD, "function": {**ADD["function"], "strict": True}}  # type: ignore[dict-item]
 
 
@@ -124,13 +112,14 @@ def test_grammars_hold_calls_to_what_was_asked(style: str) -> None:
 
     good, wrong, other = (written(style, call) for call in (GOOD, WRONG, OTHER))
     several, unknown = written(style, GOOD, OTHER), written(style, {**OTHER, "name": "nope"})
+    twice = written(style, GOOD, GOOD)
     cases: list[tuple[str | None, list[str], list[str]]] = [
         (grammar("required"), [good, other, several], [wrong, unknown, "", "Hello"]),
         (grammar("required", is_parallel=False), [good, other], [several, ""]),
-        (grammar(NAMED), [good], [other, wrong, several, "Hello"]),
+        (grammar(NAMED), [good], [other, wrong, several, twice, "Hello"]),
         (grammar("auto", is_parallel=False), [good, wrong, other, "", "Hello"], [several, unknown]),
         (grammar("auto", [STRICT, PING]), [good, several, "Hello"], [wrong, unknown]),
-        (grammar("auto", answer=DIGIT), [good, several, "7"], ["Hello", "", unknown]),
+        (grammar("auto", answer=StructuredOutputs(json=DIGIT)), [good, several, "7"], ["Hello", "", unknown]),
     ]
     for made, allowed, refused in cases:
         assert [text for text in allowed if not allows(made, text)] == []
@@ -146,32 +135,23 @@ def test_tags_that_are_special_tokens_are_named_by_id() -> None:
         assert "TOOL_CALLS" not in use.grammar
 
 
-class Speaking(Site):
-    """A model that says what it is told, in a dialect of its own."""
+def say(dialect: Dialect, text: str, **fields: Any) -> dict[str, Any]:
+    """The choice of a whole answer of this text."""
+    answer = Speaking(dialect).answer(CHAT, messages=user(text), **fields)
+    choice: dict[str, Any] = answer["choices"][0]
+    return choice
 
-    def __init__(self, dialect: Dialect) -> None:
-        super().__init__()
-        self.app = create_app(self.engine.client, replace(SETTINGS, dialect=dialect))
 
-    def say(self, text: str, **fields: Any) -> dict[str, Any]:
-        response = self.post(CHAT, messages=[{"role": "user", "content": text}], **fields)
-        assert response.status_code == 200
-        choice: dict[str, Any] = response.json()["choices"][0]
-        return choice
-
-    def stream(self, text: str, **fields: Any) -> list[dict[str, Any]]:
-        response = self.post(CHAT, messages=[{"role": "user", "content": text}], stream=True, **fields)
-        *blocks, done, rest = response.text.split("\n\n")
-        assert (done, rest) == ("data: [DONE]", "")
-        return [json.loads(block.removeprefix("data: "))["choices"][0] for block in blocks]
+def stream(dialect: Dialect, text: str, **fields: Any) -> list[dict[str, Any]]:
+    """The choices of a stream's chunks."""
+    return [event["choices"][0] for event in Speaking(dialect).events(CHAT, messages=user(text), **fields)]
 
 
 CALLS = written("hermes", GOOD, OTHER)
-SAID = f"<think>Hm</think>\nLet me see\n{CALLS}."
 
 
 def test_a_whole_answer_with_thoughts_and_calls() -> None:
-    choice = Speaking(Dialect("hermes", "think")).say(SAID, tools=[ADD, PING])
+    choice = say(Dialect("hermes", "think"), SAID, tools=[ADD, PING])
     message = choice["message"]
     assert choice["finish_reason"] == "tool_calls"
     assert (message["content"], message["reasoning_content"]) == ("Let me see", "Hm")
@@ -180,12 +160,12 @@ def test_a_whole_answer_with_thoughts_and_calls() -> None:
         {"name": "ping", "arguments": "{}"},
     ]
     assert len({call["id"] for call in message["tool_calls"]}) == 2
-    alone = Speaking(Dialect("hermes")).say(f"{CALLS}.", tools=[ADD, PING])
+    alone = say(Dialect("hermes"), f"{CALLS}.", tools=[ADD, PING])
     assert alone["message"]["content"] is None
 
 
 def test_a_stream_with_thoughts_and_calls() -> None:
-    chunks = Speaking(Dialect("hermes", "think")).stream(SAID, tools=[ADD, PING])
+    chunks = stream(Dialect("hermes", "think"), SAID, tools=[ADD, PING])
     deltas = [chunk["delta"] for chunk in chunks]
     assert "".join(delta.get("content", "") for delta in deltas) == "Let me see"
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Hm"
@@ -202,27 +182,43 @@ def test_a_stream_with_thoughts_and_calls() -> None:
 
 @pytest.mark.parametrize("text", [f"{CALLS[:45]}.", '<tool_call>{"name": "add", "arguments": {"a" 1}}</tool_call>.'])
 def test_calls_that_are_cut_or_broken_are_content_of_a_whole_answer(text: str) -> None:
-    choice = Speaking(Dialect("hermes")).say(text, tools=[ADD])
+    choice = say(Dialect("hermes"), text, tools=[ADD])
     assert choice["message"]["content"] == text[:-1]
     assert (choice["finish_reason"], "tool_calls" in choice["message"]) == ("stop", False)
 
 
 def test_without_tools_nothing_is_a_call() -> None:
     for fields in ({}, {"tools": [ADD], "tool_choice": "none"}):
-        choice = Speaking(Dialect("hermes")).say(f"{CALLS}.", **fields)
+        choice = say(Dialect("hermes"), f"{CALLS}.", **fields)
         assert choice["message"]["content"] == CALLS
         assert choice["finish_reason"] == "stop"
 
 
 def test_an_answer_cut_within_a_call_says_length() -> None:
-    chunks = Speaking(Dialect("hermes")).stream(CALLS, tools=[ADD], max_tokens=45)
+    chunks = stream(Dialect("hermes"), CALLS, tools=[ADD], max_tokens=45)
     assert chunks[-1]["finish_reason"] == "length"
     assert any("tool_calls" in chunk["delta"] for chunk in chunks)
-    whole = Speaking(Dialect("hermes")).say(CALLS, tools=[ADD], max_tokens=45)
+    whole = say(Dialect("hermes"), CALLS, tools=[ADD], max_tokens=45)
     assert (whole["finish_reason"], whole["message"]["content"]) == ("length", CALLS[:45])
 
 
 def test_ids_of_calls_are_of_the_form_that_templates_take() -> None:
     text = written("mistral", GOOD)
-    (call,) = Speaking(Dialect("mistral")).say(f"{text}.", tools=[ADD])["message"]["tool_calls"]
+    (call,) = say(Dialect("mistral"), f"{text}.", tools=[ADD])["message"]["tool_calls"]
     assert (len(call["id"]), call["id"].isalnum()) == (9, True)
+
+
+def test_grammars_are_what_the_output_must_be() -> None:
+    forced = request(tools=[ADD], tool_choice="required").params.structured_outputs
+    assert forced is not None
+    assert (forced.param, forced.grammar is not None) == ("tools", True)
+    assert request(tools=[ADD]).params.structured_outputs is None
+    wanted = {"response_format": {"type": "json_object"}}
+    plain = request(**wanted).params.structured_outputs
+    assert request(tools=[ADD], tool_choice="none", **wanted).params.structured_outputs == plain
+    both = request(tools=[ADD], **wanted).params.structured_outputs
+    assert both is not None
+    assert allows((both.grammar or "").replace("<[7]>", '"<tool_call>"'), '{"x": 1}')
+    with pytest.raises(InvalidRequest) as caught:
+        request(tools=[ADD], structured_outputs={"regex": "a+"})
+    assert caught.value.param == "structured_outputs"

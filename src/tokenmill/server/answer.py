@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from typing import Any
 
@@ -20,6 +21,7 @@ from tokenmill.server.sse import Heartbeat, send_events, start_stream
 from tokenmill.wire.messages import TextDelta
 
 MANY = 1000  # tokens whose logprobs would keep the event loop busy for long
+PREFIX = re.compile("^(chatcmpl-|cmpl-|resp_|msg_)")
 
 
 class Answer(Response):
@@ -96,7 +98,7 @@ class Answer(Response):
 
 def request_name(holder: str, request_id: str) -> str:
     """What `EngineClient.cancel` knows a request by, from its id or its answer's: nobody can end another key's."""
-    return f"{holder}/{request_id.removeprefix('chatcmpl-').removeprefix('cmpl-')}"
+    return f"{holder}/{PREFIX.sub('', request_id)}"
 
 
 async def _watch(receive: Receive, generation: Generation) -> None:

@@ -31,17 +31,17 @@ def create_app(client: EngineClient, settings: AppSettings, edges: EdgeSettings 
 
     @app.exception_handler(TokenmillError)
     async def known(request: Request, error: TokenmillError) -> Response:
-        return error_response(error)
+        return error_response(error, request.url.path)
 
     @app.exception_handler(HTTPException)
     async def framework(request: Request, error: HTTPException) -> Response:
         words = {404: "there is no such route", 405: f"{request.method} is not allowed here"}
         detail = f"{words.get(error.status_code, error.detail)}: {request.method} {request.url.path}"
         headers = {"Allow": ", ".join(allowed(request.url.path))} if error.status_code == 405 else error.headers
-        return error_response(RouteError(detail, error.status_code), headers)
+        return error_response(RouteError(detail, error.status_code), request.url.path, headers)
 
     @app.exception_handler(Exception)
     async def unknown(request: Request, error: Exception) -> Response:
-        return error_response(TokenmillError("an internal error: the server's log tells more"))
+        return error_response(TokenmillError("an internal error: the server's log tells more"), request.url.path)
 
     return with_edges(app, edges, allowed)

@@ -53,7 +53,7 @@ class RequestIds:
         try:
             check_request_id(request_id if given is None else given, REQUEST_ID)
         except TokenmillError as error:
-            request_id, app = uuid.uuid4().hex, error_response(error)
+            request_id, app = uuid.uuid4().hex, error_response(error, scope["path"])
         scope.setdefault("state", {})["request_id"] = request_id
 
         async def send_with_id(message: Message) -> None:
@@ -85,7 +85,7 @@ class Gate:
             try:
                 scope["state"]["holder"] = self._keys.holder((bearer, headers.get("x-api-key")))
             except TokenmillError as error:
-                await error_response(error)(scope, receive, send)
+                await error_response(error, path)(scope, receive, send)
                 return
         if method == "HEAD":
             scope, send = {**scope, "method": "GET"}, _without_body(send)
@@ -94,7 +94,7 @@ class Gate:
     def _options(self, path: str) -> Response:
         if allowed := self._allowed(path):
             return Response(status_code=204, headers={"Allow": ", ".join(allowed)})
-        return error_response(RouteError(f"there is no such route: {path}", 404))
+        return error_response(RouteError(f"there is no such route: {path}", 404), path)
 
 
 def _without_body(send: Send) -> Send:

@@ -14,6 +14,16 @@ from tokenmill.wire.messages import ErrorInfo
 
 MAX_MESSAGE = 2000
 RETRY_STATUS = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
+ANTHROPIC_PATH = "/v1/messages"
+ANTHROPIC_KINDS: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 KINDS: Mapping[int, str] = {404: "NotFoundError", 405: "MethodNotAllowedError"}
 
 
@@ -57,15 +67,22 @@ def error_object(error: TokenmillError) -> dict[str, Any]:
     return {"error": {"message": error.message[:MAX_MESSAGE], "type": error.kind, "param": error.param, "code": code}}
 
 
-def error_response(error: TokenmillError, headers: Mapping[str, str] | None = None) -> Response:
-    """The HTTP answer to an error; Retry-After where trying again can help."""
+def anthropic_error(error: TokenmillError) -> dict[str, Any]:
+    """Anthropic's error object."""
+    kind = ANTHROPIC_KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message[:MAX_MESSAGE]}}
+
+
+def error_response(error: TokenmillError, path: str, headers: Mapping[str, str] | None = None) -> Response:
+    """The HTTP answer to an error of a request to `path`; Retry-After where trying again can help."""
     if error.status in RETRY_STATUS:
         headers = {"Retry-After": str(getattr(error, "retry_after", 1))}
     elif error.status == HTTPStatus.UNAUTHORIZED:
         headers = {"WWW-Authenticate": "Bearer"}
     elif error.status == HTTPStatus.GATEWAY_TIMEOUT:
         headers = {"x-should-retry": "false"}  # OpenAI's clients would begin anew what was to be over by now
-    return json_response(error_object(error), error.status, headers)
+    content = anthropic_error(error) if path.startswith(ANTHROPIC_PATH) else error_object(error)
+    return json_response(content, error.status, headers)
 
 
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

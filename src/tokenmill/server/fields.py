@@ -6,8 +6,6 @@ Parsing, OpenAPI's schemas and docs/api.md are made from these tables. Sampling 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from tokenmill.server.schema import (
     FLAG,
     NULL,
@@ -88,6 +86,8 @@ TOOL_CHOICE = either(
     NAMED_TOOL,
     record(["type", "allowed_tools"], type=one_of("allowed_tools"), allowed_tools=ALLOWED_TOOLS),
 )
+
+EFFORT = one_of("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 SAMPLING = (
     honoured("max_tokens", whole(0, MAX_INT32), "left out: 16 in completions, what fits in chats; 0 with echo"),
@@ -361,8 +361,3 @@ EMBEDDING_RESPONSE = Table(
     given("usage", record(["prompt_tokens", "total_tokens"], prompt_tokens=COUNT, total_tokens=COUNT)),
     TIMINGS,
 )
-APIS: Mapping[str, tuple[Table, Mapping[str, Table]]] = {
-    "/v1/chat/completions": (CHAT, {"response": CHAT_RESPONSE, "chunk of a stream": CHAT_CHUNK}),
-    "/v1/completions": (COMPLETION, {"response, and chunk of a stream": COMPLETION_RESPONSE}),
-    "/v1/embeddings": (EMBEDDING, {"response": EMBEDDING_RESPONSE}),
-}

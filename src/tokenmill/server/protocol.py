@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -69,6 +69,7 @@ class GenerationRequest:
     tools: ToolUse = NO_TOOLS
     shows_prompt_logprobs: bool = False
     vectors: VectorForm = VectorForm()
+    asked: Mapping[str, Any] = field(default_factory=dict, compare=False)  # the body, where answers tell it
 
 
 def decode_body(body: bytes) -> dict[str, Any]:
@@ -100,9 +101,12 @@ def parse_chat(
     if top and not has_logprobs:
         raise InvalidRequest("top_logprobs is for logprobs: set logprobs to true or leave it out", "top_logprobs")
     logprobs = (top or 0) if has_logprobs else None
-    use = _tool_use(fields, dialect)
+    structured = _structured(fields)
+    use = _tool_use(fields, dialect, structured)
+    if use.grammar is not None:
+        structured = StructuredOutputs(grammar=use.grammar, param="tools")
     prompt = _chat_prompt(fields, use.shown, dialect)
-    return _finish(fields, [prompt], defaults, now, logprobs=logprobs, tools=use)
+    return _finish(fields, [prompt], defaults, now, logprobs=logprobs, structured=structured, tools=use)
 
 
 def parse_completion(
@@ -114,7 +118,7 @@ def parse_completion(
     logprobs = fields.take("logprobs")
     logprobs = None if logprobs is False else logprobs
     options: dict[str, Any] = {"echo": fields.take("echo") is True, "logprobs": logprobs}
-    return _finish(fields, prompts, defaults, now, COMPLETION_MAX_TOKENS, **options)
+    return _finish(fields, prompts, defaults, now, COMPLETION_MAX_TOKENS, structured=_structured(fields), **options)
 
 
 def parse_embedding(pooling: Pooling, body: dict[str, Any], now: int = 0) -> GenerationRequest:
@@ -191,13 +195,10 @@ def _template_prompt(fields: _Fields) -> ChatPrompt:
     return _chat_prompt(fields, fields.take("tools") or ())
 
 
-def _tool_use(fields: _Fields, dialect: Dialect) -> ToolUse:
+def _tool_use(fields: _Fields, dialect: Dialect, answer: StructuredOutputs | None) -> ToolUse:
     tools, choice = fields.take("tools") or [], fields.take("tool_choice")
     is_parallel = fields.take("parallel_tool_calls") is not False
-    use = tool_use(dialect, tools, choice, is_parallel=is_parallel)
-    if use.grammar is not None:
-        raise UnsupportedField("tool_choice cannot be held to by a grammar yet: let it be auto or none", "tool_choice")
-    return use
+    return tool_use(dialect, tools, choice, is_parallel=is_parallel, answer=answer)
 
 
 class _Fields:
@@ -235,9 +236,10 @@ def _finish(
     *,
     echo: bool = False,
     logprobs: int | None = None,
+    structured: StructuredOutputs | None = None,
     tools: ToolUse = NO_TOOLS,
 ) -> GenerationRequest:
-    params = _params(fields, defaults, max_tokens, logprobs)
+    params = _params(fields, defaults, max_tokens, logprobs=logprobs, structured_outputs=structured)
     if len(prompts) * params.n > MAX_CHOICES_IN_ALL:
         asked = f"{len(prompts)} prompts with n={params.n} are over {MAX_CHOICES_IN_ALL} answers"
         raise InvalidRequest(f"{asked}: send several requests", "n")
@@ -287,9 +289,7 @@ def check_request_id(request_id: str, name: str) -> None:
         raise InvalidRequest(f"{name} must be 1 to {MAX_REQUEST_ID} printable ASCII characters", name)
 
 
-def _params(
-    fields: _Fields, defaults: Mapping[str, Any], max_tokens: int | None, logprobs: int | None
-) -> SamplingParams:
+def _params(fields: _Fields, defaults: Mapping[str, Any], max_tokens: int | None, **taken: Any) -> SamplingParams:
     values = {name: default for name, default in defaults.items() if name in SAMPLING}
     values |= {name: value for name in SAMPLING if (value := fields.raw(name)) is not None}
     bias = fields.take("logit_bias") or {}
@@ -302,12 +302,12 @@ def _params(
     given = old if new is None else new
     values["max_tokens"] = max_tokens if given is None else given
     values["logit_bias"] = {int(key): value for key, value in bias.items()}
-    values["structured_outputs"] = _structured(fields.take("response_format"), fields.take("structured_outputs"))
-    return SamplingParams(**values, logprobs=logprobs)
+    return SamplingParams(**values, **taken)
 
 
-def _structured(response_format: Any, structured: Any) -> StructuredOutputs | None:
+def _structured(fields: _Fields) -> StructuredOutputs | None:
     """What the output must be; a schema becomes text, as integers of any size and any depth stand in one."""
+    response_format, structured = fields.take("response_format"), fields.take("structured_outputs")
     kind = (response_format or {}).get("type", "text")
     if kind != "text" and structured is not None:
         raise InvalidRequest("structured_outputs and response_format differ: set only one", "structured_outputs")

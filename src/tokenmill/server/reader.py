@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Generator
+from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -381,6 +381,17 @@ class AnswerReader:
             return parts
         read = [self._tools.push(part.text) if part.kind == "content" else [part] for part in parts]
         return [part for each in read for part in each]
+
+
+def read_whole(text: str, names: Collection[str], reader: Callable[[Collection[str]], AnswerReader]) -> list[Part]:
+    """A whole text, where a call whose arguments are cut or broken is content: then nothing in it is a call."""
+    read = reader(names)
+    parts = read.push(text) + read.finish()
+    arguments = {part.index: "" for part in parts if part.kind == "call"}
+    for part in parts:
+        if part.kind == "arguments":
+            arguments[part.index] += part.text
+    return parts if all(map(is_object, arguments.values())) else read_whole(text, (), reader)
 
 
 def _content(text: str) -> list[Part]:

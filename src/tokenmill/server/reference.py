@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tokenmill.server.fields import APIS
+from tokenmill.server.apis import APIS
 from tokenmill.server.schema import Field, Table, words
 
 HEAD = """\
@@ -36,9 +36,9 @@ def _table(title: str, table: Table, is_response: bool) -> Iterator[str]:
 def reference() -> str:
     """The whole page."""
     parts = [HEAD]
-    for path, (request, responses) in APIS.items():
-        parts += [f"\n## {path}\n", *_table("request", request, False)]
-        for title, table in responses.items():
+    for path, api in APIS.items():
+        parts += [f"\n## {path}\n", *_table("request", api.request, False)]
+        for title, table in api.answers.items():
             parts += _table(title, table, True)
     return "".join(parts)
 

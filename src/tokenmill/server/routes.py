@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from tokenmill.server.cache_routes import add_cache_routes
 from tokenmill.server.client import EngineClient
 from tokenmill.server.embeddings import EmbeddingShape
 from tokenmill.server.errors import BodyTooLarge, ClientLeft, RouteError, WrongContentType, json_response
+from tokenmill.server.messages import MessagesShape, parse_count, parse_messages
 from tokenmill.server.metrics import render
 from tokenmill.server.protocol import (
     GenerationRequest,
@@ -27,12 +29,24 @@ from tokenmill.server.protocol import (
     parse_embedding,
     parse_tokenize,
 )
-from tokenmill.server.schemas import CHAT_BODY, COMPLETION_BODY, DETOKENIZE_BODY, EMBEDDING_BODY, TOKENIZE_BODY
+from tokenmill.server.responses import ResponsesShape, parse_responses
+from tokenmill.server.schemas import DETOKENIZE_BODY, TOKENIZE_BODY, api_body
 from tokenmill.server.settings import AppSettings
 from tokenmill.server.shapes import ChatShape, CompletionShape, Shape
 from tokenmill.text.dialect import Dialect
 from tokenmill.types import MAX_NAME
 from tokenmill.version import __version__
+from tokenmill.wire.messages import TextCall
+
+GENERATING: Mapping[
+    str, tuple[Callable[..., GenerationRequest], Callable[[GenerationRequest, Dialect], Shape], str]
+] = {
+    "/v1/chat/completions": (parse_chat, ChatShape, "Chat, OpenAI-compatible"),
+    "/v1/completions": (parse_completion, CompletionShape, "Text completion, OpenAI-compatible"),
+    "/v1/responses": (parse_responses, ResponsesShape, "Responses, OpenAI-compatible, without anything stored"),
+    "/v1/messages": (parse_messages, MessagesShape, "Messages, Anthropic-compatible"),
+}
+COUNT_PATH = "/v1/messages/count_tokens"
 
 
 def make_router(client: EngineClient, settings: AppSettings) -> APIRouter:
@@ -46,20 +60,13 @@ def make_router(client: EngineClient, settings: AppSettings) -> APIRouter:
         "max_model_len": settings.max_model_len,
     }
 
-    @router.post("/v1/chat/completions", openapi_extra=CHAT_BODY, summary="Chat, OpenAI-compatible")
-    async def chat_completions(request: Request) -> Response:
-        return await _answer(request, parse_chat, ChatShape)
-
-    @router.post("/v1/completions", openapi_extra=COMPLETION_BODY, summary="Text completion, OpenAI-compatible")
-    async def completions(request: Request) -> Response:
-        return await _answer(request, parse_completion, CompletionShape)
-
-    @router.post("/v1/embeddings", openapi_extra=EMBEDDING_BODY, summary="Embeddings, OpenAI-compatible")
-    async def embeddings(request: Request) -> Response:
-        def parse(body: dict[str, Any], defaults: object, now: int, dialect: object) -> GenerationRequest:
-            return parse_embedding(settings.pooling, body, now)
-
-        return await _answer(request, parse, EmbeddingShape)
+    @router.post(COUNT_PATH, openapi_extra=api_body(COUNT_PATH), summary="Tokens of a message's prompt")
+    async def count_tokens(request: Request) -> Response:
+        body, size = await read(request)
+        counted = parse_count(body, settings.dialect)
+        _check_model(counted.model)
+        told = await client.ask(TextCall(), settings.answer_timeout, counted.prompts[0], size)
+        return json_response({"input_tokens": told["count"]})
 
     @router.get("/v1/models", summary="The model that is served")
     async def models() -> Response:
@@ -119,9 +126,14 @@ def make_router(client: EngineClient, settings: AppSettings) -> APIRouter:
 
     add_cache_routes(router, client, read, settings.answer_timeout)
 
-    async def _answer(
-        request: Request, parse: Callable[..., GenerationRequest], shape: Callable[[GenerationRequest, Dialect], Shape]
-    ) -> Response:
+    def parse_vectors(body: dict[str, Any], defaults: object, now: int, dialect: object) -> GenerationRequest:
+        return parse_embedding(settings.pooling, body, now)
+
+    embeddings = parse_vectors, EmbeddingShape, "Embeddings, OpenAI-compatible"
+    generating = {**GENERATING, "/v1/embeddings": embeddings}
+
+    async def answer(path: str, request: Request) -> Response:
+        parse, shape, _ = generating[path]
         came = milliseconds()
         raw = await read_body(request, settings.max_body_bytes)
         call = parse(decode_body(raw), settings.sampling_defaults, came, settings.dialect)
@@ -137,6 +149,9 @@ def make_router(client: EngineClient, settings: AppSettings) -> APIRouter:
             call = dataclasses.replace(call, scheduling=scheduling)
         request_id = call.request_id or state.request_id
         return Answer(client, call, shape(call, settings.dialect), settings, request_id, state.holder, len(raw))
+
+    for path, (_, _, summary) in generating.items():
+        router.post(path, openapi_extra=api_body(path), summary=summary)(partial(answer, path))
 
     def _check_model(name: str | None) -> None:
         if name not in (None, settings.model):

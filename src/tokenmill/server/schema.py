@@ -129,9 +129,19 @@ class Table:
     def __iter__(self) -> Iterator[Field]:
         return iter(self.fields.values())
 
+    def check_all(self, body: Mapping[str, Any]) -> None:
+        """Raises InvalidRequest, naming the place, unless the body may be so."""
+        for name in dict.fromkeys([*body, *self.schema["required"]]):
+            self.check(name, body.get(name))
+
     def check(self, name: str, value: Any) -> None:
         """Raises InvalidRequest, naming the place, unless the top-level field may have this value."""
         _check_property(self.schema, name, value, name[:MAX_SHOWN])
+
+
+def without(names: str, *rows: Rows) -> list[Field]:
+    """The rows, but for those of these names, by blanks apart, and what is nested in them."""
+    return [field for field in _flat(rows) if field.path.partition(".")[0] not in names.split()]
 
 
 def _flat(rows: Rows) -> Iterator[Field]:

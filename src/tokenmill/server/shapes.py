@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,7 +14,7 @@ from tokenmill.server.errors import error_object
 from tokenmill.server.generation import Generation
 from tokenmill.server.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from tokenmill.server.protocol import GenerationRequest
-from tokenmill.server.reader import AnswerReader, Part, is_object
+from tokenmill.server.reader import AnswerReader, Part, read_whole
 from tokenmill.server.sse import COMMENT, DONE, Chunks, encode_event
 from tokenmill.text.dialect import Dialect
 from tokenmill.types import FinishReason, TokenLogprobs, Usage
@@ -161,7 +161,7 @@ class ChatShape(_Chunks):
 
     def first_chunks(self, index: int) -> Iterator[Json]:
         """The role, with empty content."""
-        self._readers[index] = self._reader()
+        self._readers[index] = self._reader(self._call.tools.names)
         yield self._chunk(index, {"role": "assistant", "content": ""})
 
     def chunks(self, index: int, delta: TextDelta) -> Iterator[Json]:
@@ -180,7 +180,7 @@ class ChatShape(_Chunks):
 
     def choice(self, index: int, whole: TextDelta) -> Json:
         """A call whose arguments are cut or broken is shown as what it is: content."""
-        parts = self._parts(whole.text, self._reader())
+        parts = read_whole(whole.text, self._call.tools.names, self._reader)
         message: Json = {"role": "assistant", "content": None, "refusal": None}
         calls: list[Json] = []
         for part in parts:
@@ -202,18 +202,7 @@ class ChatShape(_Chunks):
         """Those of the prompt, as each choice has them."""
         body["prompt_logprobs"] = prompt_logprobs(prompts[0])
 
-    def _parts(self, text: str, reader: AnswerReader) -> list[Part]:
-        parts = reader.push(text) + reader.finish()
-        arguments: dict[int, str] = {part.index: "" for part in parts if part.kind == "call"}
-        for part in parts:
-            if part.kind == "arguments":
-                arguments[part.index] += part.text
-        if all(map(is_object, arguments.values())):
-            return parts
-        return self._parts(text, self._reader(with_tools=False))
-
-    def _reader(self, with_tools: bool = True) -> AnswerReader:
-        names = self._call.tools.names if with_tools else ()
+    def _reader(self, names: Collection[str]) -> AnswerReader:
         return AnswerReader(self._dialect, names, self._generation.is_thinking)
 
     def _chunk(self, index: int, delta: Json) -> Json:

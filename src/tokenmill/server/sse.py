@@ -16,9 +16,9 @@ COMMENT = b": keep-alive\n\n"
 LINE_ENDS = tuple((mark.encode(), f"\\u{ord(mark):04x}".encode()) for mark in "\x85\u2028\u2029")
 
 
-def encode_event(content: Any) -> bytes:
-    """One event."""
-    return b"data: " + _encode(content) + b"\n\n"
+def encode_event(content: Any, name: str = "") -> bytes:
+    """One event, of this name if it has one."""
+    return (f"event: {name}\ndata: ".encode() if name else b"data: ") + _encode(content) + b"\n\n"
 
 
 class Chunks:

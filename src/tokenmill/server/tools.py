@@ -13,10 +13,12 @@ from typing import Any
 
 from tokenmill.errors import InvalidRequest
 from tokenmill.text.dialect import Dialect
+from tokenmill.types import StructuredOutputs
 
 ANYTHING = r"/(?s:.*)/"
 NOT_JSON = r"/[^{\[\s](?s:.*)/"
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 Json = dict[str, Any]
 
 
@@ -30,23 +32,31 @@ class ToolUse:
 
 
 def tool_use(
-    dialect: Dialect, tools: Sequence[Json], choice: Any, *, is_parallel: bool = True, answer: Any = None
+    dialect: Dialect,
+    tools: Sequence[Json],
+    choice: Any,
+    *,
+    is_parallel: bool = True,
+    answer: StructuredOutputs | None = None,
 ) -> ToolUse:
     """What checked fields `tools`, `tool_choice` and `parallel_tool_calls` of a chat ask for.
 
-    `answer` is a JSON schema that text must have where nothing is called. With choice "none" no tool is shown: what
-    a model does not know it does not call. Raises InvalidRequest where they do not go together.
+    `answer` is what the output must be where nothing is called. A tool that is named is called once. With choice "none"
+    no tool is shown: what a model does not know it does not call. Raises InvalidRequest where they do not go together.
     """
     functions = {tool["function"]["name"]: tool["function"] for tool in tools}
     if len(functions) < len(tools):
         raise InvalidRequest("tools has two tools of one name", "tools")
     mode, names = _chosen(choice, list(functions))
+    is_parallel = is_parallel and not (isinstance(choice, dict) and choice["type"] == "function")
     if mode == "required" and not names:
         raise InvalidRequest("tool_choice asks for a call, but there are no tools", "tool_choice")
     if missing := next((name for name in names if name not in functions), None):
         raise InvalidRequest(f"tool_choice names the tool {missing[:80]!r}, which is not in tools", "tool_choice")
     if mode == "none" or not functions:
         return ToolUse()
+    if answer is not None and answer.json is None and not answer.json_object:
+        raise InvalidRequest(f"{answer.param} beside tools can only ask for JSON", answer.param)
     allowed = {name: functions[name] for name in names}
     is_strict = any(function.get("strict") for function in allowed.values())
     needs_grammar = allowed and (mode == "required" or is_strict or not is_parallel or answer is not None)
@@ -64,7 +74,13 @@ def _chosen(choice: Any, names: list[str]) -> tuple[str, list[str]]:
     return allowed["mode"], [tool["function"]["name"] for tool in allowed["tools"]]
 
 
-def _grammar(dialect: Dialect, functions: Mapping[str, Json], is_required: bool, is_parallel: bool, answer: Any) -> str:
+def _grammar(
+    dialect: Dialect,
+    functions: Mapping[str, Json],
+    is_required: bool,
+    is_parallel: bool,
+    answer: StructuredOutputs | None,
+) -> str:
     style = dialect.style
     start, end = (_literal(dialect, tag) for tag in (style.tags.start, style.tags.end))
     between, inside = json.dumps(style.between), json.dumps(style.inside)
@@ -79,7 +95,9 @@ def _grammar(dialect: Dialect, functions: Mapping[str, Json], is_required: bool,
     if is_required:
         rules["start"] = calls
     elif answer is not None:
-        rules |= {"start": f"{calls} | answer", "answer": _schema(answer, True)}
+        schema = json.loads(answer.json) if isinstance(answer.json, str) else answer.json
+        rules |= {"start": f"{calls} | answer"}
+        rules["answer"] = _schema({"type": "object"} if answer.json_object else schema, answer.strict)
     elif style.is_bare:
         rules |= {"start": f"{calls} | TEXT | ", "TEXT": NOT_JSON}
     else:
@@ -91,11 +109,12 @@ def _grammar(dialect: Dialect, functions: Mapping[str, Json], is_required: bool,
         rules["tagged"] = f"begins {rest}"
         rules["start"] = "tagged* TEXT" if is_parallel and not style.in_list else "tagged | TEXT"
     for index, (name, function) in enumerate(functions.items()):
-        is_checked = is_required or function.get("strict")
-        schema = function.get("parameters") if is_checked else None
+        schema = function.get("parameters") or NO_PARAMETERS
+        if not (is_required or function.get("strict")):
+            schema = {"type": "object"}
         head, key = json.dumps(f'{{"name": {json.dumps(name)}, '), json.dumps(f'"{style.arguments}": ')
         rules[f"call{index}"] = f'{head} {key} arguments{index} "}}"'
-        rules[f"arguments{index}"] = _schema(schema or {"type": "object"}, bool(function.get("strict")))
+        rules[f"arguments{index}"] = _schema(schema, bool(function.get("strict")))
     return "\n".join(f"{name}: {rule}" for name, rule in sorted(rules.items(), key=lambda rule: rule[0] != "start"))
 
 

@@ -1,0 +1,307 @@
+"""/v1/responses: a request to one of a chat, and its deltas to items and events. Nothing is stored."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tokenmill.errors import InvalidRequest, TokenmillError
+from tokenmill.server.fields import CHAT
+from tokenmill.server.generation import Generation
+from tokenmill.server.logprobs import chat_logprobs
+from tokenmill.server.protocol import GenerationRequest, parse_chat
+from tokenmill.server.reader import AnswerReader, Part
+from tokenmill.server.responses_fields import ECHOED, RESPONSES, WITH_LOGPROBS
+from tokenmill.server.shapes import Batch, Head, call_id
+from tokenmill.server.sse import COMMENT, encode_event
+from tokenmill.text.dialect import Dialect
+from tokenmill.types import FinishReason
+from tokenmill.wire.messages import TextDelta
+
+Json = dict[str, Any]
+
+# What has the same name and meaning in a chat.
+SHARED = [
+    field.path
+    for field in RESPONSES
+    if field.path in CHAT.fields and field.path not in ("tools", "tool_choice", "stream_options", "top_logprobs")
+]
+RENAMED = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+DEFAULTS: Mapping[str, Any] = {
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_logprobs": 0,
+}
+
+
+def parse_responses(
+    body: Json,
+    defaults: Mapping[str, Any],
+    now: int = 0,
+    dialect: Dialect = Dialect(),  # noqa: B008  (immutable)
+) -> GenerationRequest:
+    """A /v1/responses request as one of a chat; see `parse_chat`."""
+    RESPONSES.check_all(body)
+    try:
+        call = parse_chat(_chat_body(body), defaults, now, dialect)
+    except InvalidRequest as error:
+        name, dot, rest = (error.param or "").partition("[")
+        error.param = RENAMED.get(name, name) + dot + rest or None
+        raise
+    return replace(call, asked=body)
+
+
+def _chat_body(body: Json) -> Json:
+    chat = {name: body[name] for name in SHARED if body.get(name) is not None}
+    chat["messages"] = _messages(body)
+    chat["max_completion_tokens"] = body.get("max_output_tokens")
+    chat["tool_choice"] = body.get("tool_choice")
+    chat["top_logprobs"] = body.get("top_logprobs")
+    if tools := body.get("tools"):
+        functions = [{name: value for name, value in tool.items() if name != "type"} for tool in tools]
+        chat["tools"] = [{"type": "function", "function": function} for function in functions]
+    if isinstance(choice := body.get("tool_choice"), dict):
+        chat["tool_choice"] = _choice(choice)
+    form = (body.get("text") or {}).get("format") or {"type": "text"}
+    if form["type"] == "json_schema":
+        schema = {name: value for name, value in form.items() if name != "type"}
+        form = {"type": "json_schema", "json_schema": schema}
+    if form["type"] != "text":
+        chat["response_format"] = form
+    if effort := (body.get("reasoning") or {}).get("effort"):
+        chat["reasoning_effort"] = effort
+    chat["logprobs"] = WITH_LOGPROBS in (body.get("include") or []) or bool(body.get("top_logprobs"))
+    return chat
+
+
+def _choice(choice: Json) -> Json:
+    if choice["type"] == "function":
+        return {"type": "function", "function": {"name": choice["name"]}}
+    allowed = {"mode": choice["mode"], "tools": [_choice(tool) for tool in choice["tools"]]}
+    return {"type": "allowed_tools", "allowed_tools": allowed}
+
+
+def _messages(body: Json) -> list[Json]:
+    messages: list[Json] = []
+    if body.get("instructions") is not None:
+        messages.append({"role": "system", "content": body["instructions"]})
+    given = body["input"]
+    for item in [{"role": "user", "content": given}] if isinstance(given, str) else given:
+        kind, role = item.get("type") or "message", item.get("role")
+        if kind == "function_call_output":
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": _content(item["output"])})
+        elif kind == "message" and role != "assistant":
+            messages.append({"role": role, "content": _content(item["content"])})
+        else:
+            _add_to_answer(messages, kind, item)
+    return messages
+
+
+def _add_to_answer(messages: list[Json], kind: str, item: Json) -> None:
+    """What the assistant did, in the order of thoughts, text and calls, is one message."""
+    last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+    has_more = last is not None and (last.get("tool_calls") or (kind != "function_call" and last["content"]))
+    if last is None or (has_more and kind != "function_call"):
+        last = {"role": "assistant", "content": ""}
+        messages.append(last)
+    if kind == "function_call":
+        function = {"name": item["name"], "arguments": item["arguments"]}
+        last.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
+    elif kind == "reasoning":
+        thoughts = item.get("content") or item.get("summary") or []
+        last["reasoning_content"] = "\n".join(part["text"] for part in thoughts)
+    else:
+        last["content"] = _content(item["content"])
+
+
+def _content(content: Any) -> Any:
+    return content if isinstance(content, str) else [{"type": "text", "text": part["text"]} for part in content]
+
+
+class ResponsesShape:
+    """Items as they come; each event has the next sequence number."""
+
+    def __init__(self, call: GenerationRequest, dialect: Dialect) -> None:
+        self._call = call
+        self._dialect = dialect
+        self._output: list[Json] = []
+        self._number = self._reasoning_tokens = 0
+        self._end: TextDelta | None = None
+
+    def start(self, head: Head, generation: Generation) -> None:
+        """Begin: the request is accepted."""
+        self._head = head
+        self._generation = generation
+        self._reader = AnswerReader(self._dialect, self._call.tools.names, generation.is_thinking)
+
+    def whole(self, deltas: Sequence[Sequence[TextDelta]]) -> Json:
+        """The whole answer."""
+        for delta in deltas[0]:
+            for _ in self._events(delta):
+                pass
+        return self._response()
+
+    def opening(self) -> bytes:
+        """Events before any text."""
+        kinds = "response.created", "response.in_progress"
+        return self._encode({"type": kind, "response": self._response()} for kind in kinds)
+
+    def news(self, batch: Batch) -> bytes:
+        """Events for what is new."""
+        return self._encode(event for _, delta in batch for event in self._events(delta))
+
+    def beat(self) -> bytes:
+        """What is sent while nothing is new."""
+        return COMMENT
+
+    def ending(self) -> bytes:
+        """Events after the end."""
+        response = self._response()
+        return self._encode([{"type": f"response.{response['status']}", "response": response}])
+
+    def failure(self, error: TokenmillError) -> bytes:
+        """The last event of a stream that cannot go on."""
+        failed = {"status": "failed", "error": {"code": "server_error", "message": error.message}}
+        return self._encode([{"type": "response.failed", "response": self._response() | failed}])
+
+    def _encode(self, events: Iterator[Json] | Sequence[Json]) -> bytes:
+        encoded = []
+        for event in events:
+            encoded.append(encode_event({**event, "sequence_number": self._number}, event["type"]))
+            self._number += 1
+        return b"".join(encoded)
+
+    def _events(self, delta: TextDelta) -> Iterator[Json]:
+        parts = self._reader.push(delta.text)
+        has_ended = delta.finish_reason is not None
+        if has_ended:
+            self._end = delta
+            parts += self._reader.finish()
+        if parts and parts[-1].kind == "reasoning":
+            self._reasoning_tokens = delta.completion_tokens
+        entries = (chat_logprobs(delta.logprobs or None) or {"content": []})["content"]
+        for part in parts:
+            yield from self._add(part, entries if part.kind == "content" else [])
+            entries = [] if part.kind == "content" else entries
+        if has_ended:
+            if not self._output:
+                yield from self._add(Part("content", ""), entries)
+            is_whole = delta.finish_reason is FinishReason.STOP
+            yield from self._close("completed" if is_whole else "incomplete")
+
+    def _add(self, part: Part, logprobs: list[Any]) -> Iterator[Json]:
+        kinds = {"content": "message", "reasoning": "reasoning", "call": "", "arguments": "function_call"}
+        if not self._output or self._output[-1]["type"] != kinds[part.kind]:
+            yield from self._close("completed")
+            yield from self._open(part)
+        item = self._output[-1]
+        if part.kind == "call":
+            return
+        place = self._place(item)
+        if part.kind == "arguments":
+            item["arguments"] += part.text
+            yield {"type": "response.function_call_arguments.delta", **place, "delta": part.text}
+            return
+        shown = item["content"][0]
+        shown["text"] += part.text
+        event = {**place, "content_index": 0, "delta": part.text}
+        if part.kind == "content":
+            shown["logprobs"] += logprobs
+            event["logprobs"] = logprobs
+        if part.text:
+            yield {"type": f"response.{shown['type']}.delta", **event}
+
+    def _open(self, part: Part) -> Iterator[Json]:
+        item: Json
+        shown: Json | None = None
+        if part.kind == "call":
+            calls = {"call_id": call_id(self._dialect), "name": part.text, "arguments": ""}
+            item = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "status": "in_progress", **calls}
+        elif part.kind == "reasoning":
+            item = {"type": "reasoning", "id": f"rs_{uuid.uuid4().hex}", "status": "in_progress", "summary": []}
+            shown = {"type": "reasoning_text", "text": ""}
+        else:
+            item = {"type": "message", "id": f"msg_{uuid.uuid4().hex}", "status": "in_progress", "role": "assistant"}
+            shown = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        self._output.append(item)
+        place = {"output_index": len(self._output) - 1}
+        if shown is None:
+            yield {"type": "response.output_item.added", **place, "item": {**item}}
+            return
+        yield {"type": "response.output_item.added", **place, "item": {**item, "content": []}}
+        item["content"] = [shown]
+        place = self._place(item) | {"content_index": 0}
+        yield {"type": "response.content_part.added", **place, "part": {**shown, "text": ""}}
+
+    def _close(self, status: str) -> Iterator[Json]:
+        """The last item is whole, or as whole as it will be."""
+        if not self._output or self._output[-1]["status"] != "in_progress":
+            return
+        item = self._output[-1]
+        item["status"] = status
+        place = self._place(item)
+        if item["type"] == "function_call":
+            done = {"name": item["name"], "arguments": item["arguments"]}
+            yield {"type": "response.function_call_arguments.done", **place, **done}
+        else:
+            shown = item["content"][0]
+            done = {name: shown[name] for name in ("text", "logprobs") if name in shown}
+            yield {"type": f"response.{shown['type']}.done", **place, "content_index": 0, **done}
+            yield {"type": "response.content_part.done", **place, "content_index": 0, "part": {**shown}}
+        yield {"type": "response.output_item.done", "output_index": place["output_index"], "item": {**item}}
+
+    def _place(self, item: Json) -> Json:
+        return {"item_id": item["id"], "output_index": len(self._output) - 1}
+
+    def _response(self) -> Json:
+        head, asked, params = self._head, self._call.asked, self._call.params
+        reason = None if self._end is None else self._end.finish_reason
+        status = "in_progress" if reason is None else "completed" if reason is FinishReason.STOP else "incomplete"
+        why = "max_output_tokens" if reason is FinishReason.LENGTH else reason
+        counted = {"temperature": params.temperature, "top_p": params.top_p, "max_output_tokens": params.max_tokens}
+        effort = (asked.get("reasoning") or {}).get("effort")
+        response = {
+            "id": f"resp_{head.request_id}",
+            "object": "response",
+            "created_at": head.created,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "status": status,
+            "model": head.model,
+            "output": self._output,
+            "usage": self._usage() if reason is not None else None,
+            "error": None,
+            "incomplete_details": {"reason": why} if status == "incomplete" else None,
+            "store": False,
+            "background": False,
+            "truncation": "disabled",
+            "previous_response_id": None,
+            "reasoning": {"effort": effort, "summary": None},
+        }
+        asked_for = {
+            name: asked[name] for name in (*ECHOED.split(), "user", "service_tier") if asked.get(name) is not None
+        }
+        response |= {**dict.fromkeys(ECHOED.split()), **DEFAULTS, **counted, **asked_for}
+        return response | ({"timings": self._generation.timings} if head.has_timings and reason is not None else {})
+
+    def _usage(self) -> Json:
+        usage = self._generation.usage
+        cached = usage.cached_tokens
+        return {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": usage.prompt_tokens - cached},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        }
