@@ -140,6 +140,6 @@ def test_refusals_of_messages(anthropic_client: Anthropic) -> None:
     messages: Any = [{"role": "user", "content": ASKED}]
     with pytest.raises(anthropic.NotFoundError):
         anthropic_client.messages.create(model="none", max_tokens=4, messages=messages)
+    thinking: Any = {"type": "enabled", "budget_tokens": 1024}
     with pytest.raises(anthropic.BadRequestError, match="thinking"):
-        thinking: Any = {"type": "enabled", "budget_tokens": 1024}
         anthropic_client.messages.create(model="tiny", max_tokens=4, messages=messages, thinking=thinking)
