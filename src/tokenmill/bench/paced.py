@@ -31,7 +31,8 @@ from tokenmill.worker.loop import make_loop
 
 NUM_WORDS = 8192
 MAX_RUNNING, NUM_PAGES, MAX_MODEL_LEN = 1024, 1 << 16, 1 << 16
-PROFILED_LINES = 25
+PROFILED_LINES = 20
+PROFILED = r"tokenmill.(server|wire)|uvicorn.protocols|starlette.(_|middleware)|msgspec|zmq"
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def profiled(call: Callable[[], Any]) -> None:
     try:
         profile.runcall(call)
     finally:
-        pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(PROFILED_LINES)
+        pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(PROFILED, PROFILED_LINES)
 
 
 def serve(model: str, rate: float, stream_rate: float, api_workers: int = 1, is_profiled: int = 0) -> int:
