@@ -16,6 +16,7 @@ from tests.support.schemas import many
 from tests.support.tiny_models import make_tiny_llama
 from tokenmill import LLM, SamplingParams, StructuredOutputs
 from tokenmill.errors import InvalidRequest
+from tokenmill.text.grammar import LIMITS
 from tokenmill.types import FinishReason
 
 FORMATS = FormatChecker(["date", "email", "ipv4", "ipv6", "uuid"])
@@ -155,6 +156,26 @@ def test_a_grammar_that_becomes_too_much_ends_alone(llm: LLM) -> None:
         assert "cannot be followed further" in error.message or "items" in error.message  # noqa: PT017
     assert output is None
     assert llm.generate("x", held(regex="abc"))[0].text == "abc"
+
+
+def test_requests_do_not_wear_out_what_they_share(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    make = llm._matchers.make
+
+    def counted(wanted: StructuredOutputs, worn: object = None, /) -> Any:
+        made.append(worn)
+        return make(wanted, worn)
+
+    def texts(pattern: str) -> list[str]:
+        params = [held(seed, 90, regex=pattern, ignore_eos=True) for seed in range(6)]
+        return [output.text for output in llm.generate(["x"] * 6, params, progress=False)]
+
+    monkeypatch.setattr(llm._matchers, "make", counted)
+    before = texts("([ab]*a[ab]{14}c)*")
+    assert made == [None] * 6
+    monkeypatch.setitem(LIMITS, "max_lexer_states", 500)
+    assert texts("(?:[ab]*a[ab]{14}c)*") == before  # the same, and not compiled yet
+    assert 0 < sum(worn is not None for worn in made) < 60, made
 
 
 def test_bad_grammars_are_refused_before_anything_runs(llm: LLM) -> None:

@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenmill.errors import InvalidRequest
-from tokenmill.types import MAX_ALLOWED_IDS, MAX_BAD_IDS, MAX_LOGIT_BIAS, MAX_STOP_IDS, MAX_STOP_STRINGS, SamplingParams
+from tokenmill.types import (
+    MAX_ALLOWED_IDS,
+    MAX_BAD_IDS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_IDS,
+    MAX_STOP_STRINGS,
+    SamplingParams,
+    StructuredOutputs,
+)
 
 NAN = float("nan")
 
@@ -142,3 +150,37 @@ def test_greedy_is_a_low_temperature_or_one_candidate():
     assert SamplingParams(temperature=0.00009).is_greedy
     assert SamplingParams(top_k=1).is_greedy
     assert not SamplingParams(temperature=0.0001).is_greedy
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, "exactly one"),
+        ({"json_object": False}, "exactly one"),
+        ({"regex": "a", "json": True}, "exactly one"),
+        ({"json": 3}, "JSON schema"),
+        ({"json": ["a"]}, "JSON schema"),
+        ({"json_object": 1}, "true or false"),
+        ({"regex": b"a"}, "string"),
+        ({"grammar": ["a"]}, "string"),
+        ({"choice": []}, "list of strings"),
+        ({"choice": "ab"}, "list of strings"),
+        ({"choice": ["a", 1]}, "list of strings"),
+        ({"choice": ["a"] * 20_000}, "at most 16384"),
+        ({"json": {}, "whitespace_pattern": 1}, "string"),
+        ({"json": {}, "disable_any_whitespace": None}, "true or false"),
+    ],
+)
+def test_what_an_output_cannot_be_asked_to_be(fields, words):
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        StructuredOutputs(**fields, param="response_format")
+    assert caught.value.param == "response_format"
+    with pytest.raises(InvalidRequest, match="StructuredOutputs"):
+        SamplingParams(structured_outputs=fields)
+
+
+def test_what_an_output_must_be_travels_and_needs_the_tokens_so_far():
+    params = SamplingParams(structured_outputs=StructuredOutputs(json={"type": "integer"}, strict=False))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+    assert params.needs_history
+    assert params.structured_outputs.size < 40

@@ -22,6 +22,7 @@ MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_NAME = 512
 MAX_GRAMMAR = 256 * 1024  # characters
+MAX_GRAMMARS_IN_ALL = 2**24  # characters, of all answers: each has its own
 MAX_TEXTS = 16384  # that an output may be one of
 SEED_BITS = 63
 MAX_INT32 = 2**31 - 1
@@ -151,6 +152,12 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
         given = [kind for kind in (self.json, self.regex, self.choice, self.grammar) if kind is not None]
         is_one = len(given) + self.json_object == 1
         self._check(is_one, "takes exactly one of json, json_object, regex, choice and grammar")
+
+    @property
+    def size(self) -> int:
+        """Characters, about."""
+        parts = self.json, self.regex, self.grammar, *(self.choice or ())
+        return sum(len(part) if isinstance(part, str) else len(repr(part)) for part in parts)
 
     def _check(self, is_right: bool, words: str) -> None:
         if not is_right:

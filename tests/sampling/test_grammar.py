@@ -64,10 +64,10 @@ class Source:
         self.end_ids = end_ids
         self.made: list[Counting] = []
 
-    def make(self, wanted: StructuredOutputs, /) -> Counting:
+    def make(self, wanted: StructuredOutputs, worn: object = None, /) -> tuple[Counting, object]:
         length, fails_at = map(int, (wanted.regex or "").split())
-        self.made.append(Counting(length, self.end_ids, fails_at))
-        return self.made[-1]
+        self.made.append(Counting(length, self.end_ids, 99 if worn and fails_at else fails_at))
+        return self.made[-1], self
 
 
 def opening(slot: int, length: int, *, history: Sequence[int] = (), fails_at: int = 99, **options: object) -> Opening:
@@ -113,6 +113,18 @@ def test_matchers_follow_the_ids_of_their_slots() -> None:
     assert not table.mask(logits, [2, 4]).any()
     assert left(logits) == [[0, 39], [3, 4, 31, 39]]
     assert [matcher.seen for matcher in source.made] == [[], [0, 39, 2, 3], []]
+
+
+def test_a_matcher_that_others_wore_out_is_made_anew() -> None:
+    source = Source()
+    table = GrammarTable(VOCAB, upload, Held, source)
+    table.open([opening(0, 8, history=[5], fails_at=2)])
+    for token, allowed in ((39, [1, 39]), (1, [2, 39]), (2, [3, 39])):
+        logits = torch.zeros(1, VOCAB)
+        assert not table.mask(logits, [0]).any()
+        assert left(logits) == [allowed]
+        table.advance(torch.tensor([token]), [0])
+    assert [matcher.seen for matcher in source.made] == [[5, 39], [5, 39, 1]]
 
 
 def test_ends_come_when_nothing_else_can_or_are_avoided() -> None:

@@ -458,3 +458,12 @@ def test_what_cannot_be_an_output_is_refused_by_name(fields: dict[str, Any], par
         with pytest.raises(InvalidRequest) as caught:
             parse(**fields)
         assert caught.value.param == param
+
+
+def test_large_grammars_are_for_few_answers() -> None:
+    large = {"structured_outputs": {"regex": "a" * 200_000}}
+    assert completion(prompt=["x"] * 8, n=8, **large).params.structured_outputs is not None
+    for many in ({"prompt": ["x"] * 128}, {"n": 128}, {"prompt": ["x"] * 16, "n": 8}):
+        with pytest.raises(InvalidRequest, match="send several requests") as caught:
+            completion(**many, **large)
+        assert caught.value.param == "structured_outputs"

@@ -18,7 +18,7 @@ class Walk:
     def __init__(self, vocabulary: Vocabulary, **wanted: object) -> None:
         self.vocabulary = vocabulary
         matchers = Matchers(lambda: vocabulary)
-        self.matcher = matchers.make(StructuredOutputs(**wanted))  # type: ignore[arg-type]
+        self.matcher, _ = matchers.make(StructuredOutputs(**wanted))  # type: ignore[arg-type]
         matchers.close()
 
     def allowed(self) -> Iterator[int]:
@@ -59,7 +59,7 @@ def test_what_may_follow_depends_on_the_text_alone(default_tokenizer: Tokenizer)
         json={"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
     )
     text = '{"name": "Ada Lovelace'
-    one_by_one, at_once, by_letters = (matchers.make(wanted) for _ in range(3))
+    one_by_one, at_once, by_letters = (matchers.make(wanted)[0] for _ in range(3))
     ids = default_tokenizer.encode(text)
     for token_id in ids:
         one_by_one.compute_bitmask()
@@ -68,6 +68,18 @@ def test_what_may_follow_depends_on_the_text_alone(default_tokenizer: Tokenizer)
     assert by_letters.consume_tokens([token_id for letter in text for token_id in default_tokenizer.encode(letter)])
     masks = {matcher.compute_bitmask() for matcher in (one_by_one, at_once, by_letters)}
     assert len(masks) == 1
+    matchers.close()
+
+
+def test_what_copies_share_is_replaced_when_it_is_worn(byte_tokenizer: Tokenizer) -> None:
+    matchers = Matchers(lambda: Vocabulary.of(byte_tokenizer, 410))
+    wanted = StructuredOutputs(regex="a+")
+    (first, shared), (second, same) = matchers.make(wanted), matchers.make(wanted)
+    assert shared is same
+    assert first is not second
+    _, other = matchers.make(wanted, shared)
+    assert other is not shared
+    assert matchers.make(wanted, shared)[1] is matchers.make(wanted)[1] is other
     matchers.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -40,8 +41,8 @@ class MatcherSource(Protocol):
     def end_ids(self) -> Sequence[int]:
         """Those that end an output, perhaps the spare one; known when the first matcher is made."""
 
-    def make(self, wanted: StructuredOutputs, /) -> Matcher:
-        """One at its beginning."""
+    def make(self, wanted: StructuredOutputs, worn: object = None, /) -> tuple[Matcher, object]:
+        """One at its beginning, and what it shares with others of its grammar: not `worn`, if that is given."""
 
 
 class Fetched(Protocol):
@@ -49,6 +50,17 @@ class Fetched(Protocol):
 
     def wait(self) -> list[int]:
         """Block until they are there."""
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A matcher and what it is made of: what it shares with others may be worn out by them, and is then replaced."""
+
+    matcher: Matcher
+    shared: object
+    wanted: StructuredOutputs
+    avoids_ends: bool
+    ids: list[int]  # that the matcher has gone on by
 
 
 class GrammarTable:
@@ -63,8 +75,8 @@ class GrammarTable:
     ) -> None:
         self._num_words = -(-(vocab_size + 1) // 32)
         self._upload, self._fetch, self._source = upload, fetch, source
-        self._slots: dict[int, tuple[Matcher, bool]] = {}  # and whether end ids are to be avoided
-        self._drawn: tuple[Fetched, list[tuple[int, Matcher]]] | None = None  # not looked at yet
+        self._slots: dict[int, _Slot] = {}
+        self._drawn: tuple[Fetched, list[tuple[int, _Slot]]] | None = None  # not looked at yet
         self._verdicts: dict[int, str | None] = {}
 
     def open(self, openings: Iterable[Opening]) -> None:
@@ -74,9 +86,10 @@ class GrammarTable:
             self._verdicts.pop(slot, None)
             if params.structured_outputs is not None:
                 assert self._source is not None, "an engine without grammars is given none"
-                matcher = self._source.make(params.structured_outputs)
-                matcher.consume_tokens(array("i", history)[prompt_len:].tolist())
-                self._slots[slot] = matcher, params.ignore_eos
+                matcher, shared = self._source.make(params.structured_outputs)
+                ids = array("i", history)[prompt_len:].tolist()
+                matcher.consume_tokens(ids)
+                self._slots[slot] = _Slot(matcher, shared, params.structured_outputs, params.ignore_eos, ids)
 
     def has_any(self, slots: Iterable[int]) -> bool:
         """Whether any of these slots has a grammar."""
@@ -97,46 +110,50 @@ class GrammarTable:
             [sampled] bool: the rows where nothing is left.
         """
         if self._drawn is not None:
-            fetched, matchers = self._drawn
+            fetched, followers = self._drawn
             ids = fetched.wait()
-            for place, matcher in matchers:
+            for place, its in followers:
                 if ids[place] != NO_ID:
-                    matcher.consume_tokens([ids[place]])
+                    its.ids.append(ids[place])
+                    its.matcher.consume_tokens([ids[place]])
             self._drawn = None
         places = [place for place, slot in enumerate(slots) if slot in self._slots]
         masks = array("i", bytes(4 * self._num_words * len(places)))
         start, length = masks.buffer_info()[0], 4 * self._num_words
         bits = memoryview(masks).cast("B")
         for index, place in enumerate(places):
-            matcher, _ = self._slots[slots[place]]
-            matcher.unsafe_compute_mask_ptr(start + index * length, length)
-            self._look_at_ends(slots[place], bits[index * length : (index + 1) * length])
+            self._fill(slots[place], bits[index * length :][:length], start + index * length)
         numbers = self._upload(array("i", places) + masks)
         rows = numbers[: len(places)].long()
         return apply_masks(logits, rows, numbers[len(places) :].view(len(places), self._num_words))
 
     def advance(self, drawn: Tensor, slots: Sequence[int]) -> None:
         """Take in the ids [sampled] int64 that were drawn, or NO_ID, on the device."""
-        matchers = [(place, self._slots[slot][0]) for place, slot in enumerate(slots) if slot in self._slots]
-        self._drawn = self._fetch(drawn), matchers
+        followers = [(place, self._slots[slot]) for place, slot in enumerate(slots) if slot in self._slots]
+        self._drawn = self._fetch(drawn), followers
 
-    def _look_at_ends(self, slot: int, mask: memoryview) -> None:
-        """Of a mask with end ids: whether they are all, and if not, whether they are to be avoided."""
+    def _fill(self, slot: int, mask: memoryview, address: int) -> None:
+        """Write the slot's mask; without end ids where they are to be avoided and something else may come."""
         assert self._source is not None
-        matcher, avoids_ends = self._slots[slot]
-        if matcher.is_error():
+        its = self._slots[slot]
+        its.matcher.unsafe_compute_mask_ptr(address, len(mask))
+        if its.matcher.is_error():
+            its.matcher, its.shared = self._source.make(its.wanted, its.shared)
+            its.matcher.consume_tokens(its.ids)
+            its.matcher.unsafe_compute_mask_ptr(address, len(mask))
+        if its.matcher.is_error():
             mask[:] = bytes(len(mask))
-            words = matcher.get_error().partition("\n")[0]
+            words = its.matcher.get_error().partition("\n")[0]
             self._verdicts.setdefault(slot, f"structured_outputs: the grammar cannot be followed further: {words}")
             return
-        ends = [its for its in self._source.end_ids if mask[its >> 3] >> (its & 7) & 1]
+        ends = [end for end in self._source.end_ids if mask[end >> 3] >> (end & 7) & 1]
         if ends:
             others = bytearray(mask)
-            for token_id in ends:
-                others[token_id >> 3] &= ~(1 << (token_id & 7))
+            for end in ends:
+                others[end >> 3] &= ~(1 << (end & 7))
             if not any(others):
                 self._verdicts.setdefault(slot, None)
-            elif avoids_ends:
+            elif its.avoids_ends:
                 mask[:] = others
 
 

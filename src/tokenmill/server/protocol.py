@@ -26,7 +26,15 @@ from tokenmill.server.schema import Table, equals, kind_of
 from tokenmill.server.tools import ToolUse, tool_use
 from tokenmill.text.dialect import Dialect
 from tokenmill.text.messages import check_messages
-from tokenmill.types import MAX_INT32, Pooling, SamplingParams, Scheduling, StructuredOutputs, deadline_from
+from tokenmill.types import (
+    MAX_GRAMMARS_IN_ALL,
+    MAX_INT32,
+    Pooling,
+    SamplingParams,
+    Scheduling,
+    StructuredOutputs,
+    deadline_from,
+)
 from tokenmill.wire.messages import CacheCall, CacheVerb, ChatPrompt, TextCall, pack_ids
 
 Prompt = str | list[int] | ChatPrompt
@@ -243,6 +251,10 @@ def _finish(
     if len(prompts) * params.n > MAX_CHOICES_IN_ALL:
         asked = f"{len(prompts)} prompts with n={params.n} are over {MAX_CHOICES_IN_ALL} answers"
         raise InvalidRequest(f"{asked}: send several requests", "n")
+    held = params.structured_outputs
+    if held is not None and len(prompts) * params.n * held.size > MAX_GRAMMARS_IN_ALL:
+        words = f"{held.size} characters for each of {len(prompts) * params.n} answers are over {MAX_GRAMMARS_IN_ALL}"
+        raise InvalidRequest(f"{held.param}: {words}: send several requests", held.param)
     stream = fields.take("stream") is True
     include_usage = _include_usage(fields, stream)
     best_of = fields.take("best_of")

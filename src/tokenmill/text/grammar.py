@@ -24,14 +24,14 @@ from tokenmill.errors import InvalidRequest, Overloaded
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.types import MAX_GRAMMAR, StructuredOutputs
 
-MAX_KEPT = 512
+MAX_KEPT = 256
 FAILURE_SECONDS = 30.0
 STACK_BYTES = 64 << 20  # far more than what `text.grammar_check` lets pass needs
 NO_FORCING = '%llguidance {"no_forcing": true}'  # the last one counts, whatever a grammar says before
 WHITESPACE = r"[ ]|\r?\n[ \t]{0,64}"  # as printers write JSON; without a bound some models write no end of it
 TEMPERATURE = re.compile(r"^[?!]?\w[\w.-]*\[[^\]]*\btemperature\s*=", re.MULTILINE)
 # Of a step: a mask that takes more work than some milliseconds ends the request; see LLParserLimits.
-LIMITS: dict[str, Any] = {"step_lexer_fuel": 50_000, "step_max_items": 20_000, "max_lexer_states": 50_000}
+LIMITS: dict[str, Any] = {"step_lexer_fuel": 50_000, "step_max_items": 20_000, "max_lexer_states": 20_000}
 
 T = TypeVar("T")
 
@@ -152,13 +152,13 @@ class Compiled(Generic[T]):
         self._lock = threading.Lock()  # in a scheduler process both the loop and the device's thread ask
         self._kept: OrderedDict[str, tuple[Future[T], float]] = OrderedDict()  # and when they were begun
 
-    def start(self, wanted: StructuredOutputs) -> Future[T]:
-        """Begin, unless it is done or begun. Raises as `lark_source`."""
+    def start(self, wanted: StructuredOutputs, worn: object = None) -> Future[T]:
+        """Begin, unless it is done or begun, and not `worn`. Raises as `lark_source`."""
         source, now = lark_source(wanted), time.monotonic()
         with self._lock:
             future, begun = self._kept.get(source, (None, now))
             is_stale = now - begun > FAILURE_SECONDS
-            if future is None or (is_stale and future.done() and future.exception() is not None):
+            if future in (None, worn) or (is_stale and future.done() and future.exception() is not None):
                 before = threading.stack_size(STACK_BYTES)
                 future = self._thread.submit(self._run, source, now)
                 threading.stack_size(before)
@@ -194,9 +194,13 @@ class Matchers:
         """Begin to compile; see `Compiled.start`."""
         return self._compiled.start(wanted)
 
-    def make(self, wanted: StructuredOutputs) -> LLMatcher:
-        """A matcher of its own for a request; waits if its grammar is not compiled."""
-        return self.start(wanted).result().deep_copy()
+    def make(self, wanted: StructuredOutputs, worn: object = None, /) -> tuple[LLMatcher, object]:
+        """One of its own for a request, and what it is a copy of, which is not `worn`.
+
+        Copies share the states of their lexer, whose number is limited. Waits if the grammar is not compiled.
+        """
+        future = self._compiled.start(wanted, worn)
+        return future.result().deep_copy(), future
 
     def close(self) -> None:
         """See `Compiled.close`."""
