@@ -16,6 +16,8 @@ from tokenmill.errors import ConfigError
 from tokenmill.server.app import create_app
 from tokenmill.server.edges import EdgeSettings
 from tokenmill.server.keys import Keys, read_keys
+from tokenmill.server.schema import check
+from tokenmill.server.schemas import ANSWERS
 
 CHAT = "/v1/chat/completions"
 GET_ROUTES = ("/health", "/ready", "/version", "/metrics", "/v1/models", "/v1/models/org/tiny", "/v1/cache", "/docs")
@@ -44,6 +46,19 @@ def test_options_and_wrong_methods_tell_what_is_allowed(site: Site, path: str) -
         wrong = Site().request(method, path)
         assert (wrong.status_code, wrong.headers["allow"]) == (405, "OPTIONS, POST")
     assert Site().request("OPTIONS", "/v1/nothing").status_code == 404
+
+
+def test_answers_are_as_openapi_says(site: Site) -> None:
+    for path in ("/v1/models", "/health", "/ready", "/version"):
+        check(Site().request("GET", path).json(), ANSWERS[path], path)
+    check(site.request("GET", "/v1/models/org/tiny").json(), ANSWERS["/v1/models/{name}"], "model")
+    paths = Site().request("GET", "/openapi.json").json()["paths"]
+    for path, methods in paths.items():
+        for operation in methods.values():
+            assert set(operation["responses"]) == {"200", "default"}, path
+            error = operation["responses"]["default"]["content"]["application/json"]["schema"]
+            assert error["required"] in (["error"], ["type", "error"])
+    assert list(paths["/metrics"]["get"]["responses"]["200"]["content"]) == ["text/plain"]
 
 
 def test_every_answer_has_a_request_id(site: Site) -> None:

@@ -14,7 +14,7 @@ from tokenmill.sched.dump import as_text
 from tokenmill.server.client import EngineClient
 from tokenmill.server.errors import json_response
 from tokenmill.server.protocol import parse_cache_call
-from tokenmill.server.schemas import FLUSH_BODY, PIN_BODY, PROBE_BODY, TREE_QUERY
+from tokenmill.server.schemas import FLUSH_BODY, PIN_BODY, PROBE_BODY, TREE_QUERY, answers_of
 from tokenmill.wire.messages import CacheCall, CacheVerb
 
 Reader = Callable[[Request], Awaitable[tuple[dict[str, Any], int]]]
@@ -35,11 +35,11 @@ def add_cache_routes(router: APIRouter, client: EngineClient, read: Reader, time
         call, prompt = parse_cache_call(body, verb)
         return json_response(await client.ask(call, timeout, prompt, size))
 
-    @router.get("/v1/cache", summary="Pages by owner, hits, evictions")
+    @router.get("/v1/cache", responses=answers_of(), summary="Pages by owner, hits, evictions")
     async def stats() -> Response:
         return json_response(await client.ask(CacheCall(verb="stats"), timeout))
 
-    @router.get("/v1/cache/tree", openapi_extra=TREE_QUERY, summary="The prefix tree, as JSON or text")
+    @router.get("/v1/cache/tree", responses=answers_of(), openapi_extra=TREE_QUERY, summary="The prefix tree")
     async def tree(request: Request) -> Response:
         query = dict(request.query_params)
         max_nodes, max_depth = _number(query, "max_nodes", 1000, MAX_NODES), _number(query, "max_depth", 32, MAX_DEPTH)

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from tokenmill.clock import milliseconds
 from tokenmill.errors import ModelNotFound, UnsupportedField
@@ -30,7 +30,7 @@ from tokenmill.server.protocol import (
     parse_tokenize,
 )
 from tokenmill.server.responses import ResponsesShape, parse_responses
-from tokenmill.server.schemas import DETOKENIZE_BODY, TOKENIZE_BODY, api_body
+from tokenmill.server.schemas import DETOKENIZE_BODY, TOKENIZE_BODY, answers_of, api_body
 from tokenmill.server.settings import AppSettings
 from tokenmill.server.shapes import ChatShape, CompletionShape, Shape
 from tokenmill.text.dialect import Dialect
@@ -68,33 +68,40 @@ def make_router(client: EngineClient, settings: AppSettings) -> APIRouter:
         told = await client.ask(TextCall(), settings.answer_timeout, counted.prompts[0], size)
         return json_response({"input_tokens": told["count"]})
 
-    @router.get("/v1/models", summary="The model that is served")
+    @router.get("/v1/models", responses=answers_of("/v1/models"), summary="The model that is served")
     async def models() -> Response:
         return json_response({"object": "list", "data": [card]})
 
-    @router.get("/v1/models/{name:path}", summary="One model")
+    @router.get("/v1/models/{name:path}", responses=answers_of("/v1/models/{name}"), summary="One model")
     async def model(name: str) -> Response:
         _check_model(name)
         return json_response(card)
 
-    @router.get("/health", summary="200 when the scheduler moves")
+    @router.get("/health", responses=answers_of("/health"), summary="200 when the scheduler moves")
     async def health() -> Response:
         pulse = await client.probe(settings.answer_timeout)
         return json_response({"status": "ok"} | msgspec.structs.asdict(pulse))
 
-    @router.get("/ready", summary="200 while new requests are taken, 503 when the server is ending")
+    @router.get("/ready", responses=answers_of("/ready"), summary="200 while new requests are taken")
     async def ready() -> Response:
         client.check_ready()
         return json_response({"status": "ready"})
 
-    @router.get("/metrics", summary="The scheduler's state, for Prometheus")
+    @router.get(
+        "/metrics",
+        response_class=PlainTextResponse,
+        responses=answers_of(),
+        summary="The scheduler's state, for Prometheus",
+    )
     async def metrics(request: Request) -> Response:
         pulse = await client.probe(settings.answer_timeout)
         body, content_type = render(pulse, settings.model, request.headers.get("accept", ""))
         return Response(body, headers={"Content-Type": content_type})
 
+    words = "End a request by its X-Request-Id, or its answer's id"
+
     @router.post(
-        "/v1/requests/{request_id:path}/cancel", summary="End a request by its X-Request-Id, or its answer's id"
+        "/v1/requests/{request_id:path}/cancel", responses=answers_of("/v1/requests/{request_id}/cancel"), summary=words
     )
     async def cancel(request: Request, request_id: str) -> Response:
         number = await client.cancel(request_name(request.state.holder, request_id), settings.answer_timeout)
@@ -102,7 +109,7 @@ def make_router(client: EngineClient, settings: AppSettings) -> APIRouter:
             raise RouteError(f"no request {request_id[:MAX_NAME]!r} is running or waiting", 404)
         return json_response({"id": request_id, "object": "request.cancelled", "cancelled": number})
 
-    @router.get("/version", summary="tokenmill's version")
+    @router.get("/version", responses=answers_of("/version"), summary="tokenmill's version")
     async def version() -> Response:
         return json_response({"version": __version__})
 
