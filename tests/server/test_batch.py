@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 
 from tests.support.server import PATIENCE, ROOT, settled
 from tokenmill.errors import ConfigError
+from tokenmill.server.batch import _ask
 from tokenmill.server.batch_file import ANSWER_START, BatchError, BatchRequest, Done, check_names, parse_line, resume
 
 COMPLETIONS = "/v1/completions"
@@ -126,6 +128,24 @@ def test_an_engine_that_dies_ends_the_run_and_what_was_answered_stays(folder: Pa
     assert process.returncode == 2
     assert "the scheduler-0 process has ended: killed by SIGKILL (out of memory?). Run the same command" in errors
     assert set(answers(out)) == {"a"}
+
+
+def test_a_busy_server_is_asked_again() -> None:
+    asked = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        asked.append((await receive())["body"])
+        status = 503 if len(asked) < 3 else 200
+        headers = [(b"content-type", b"application/json"), (b"retry-after", b"0"), (b"x-request-id", b"i")]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": b"{}"})
+        raise ZeroDivisionError("after the answer")
+
+    request = parse_line(1, line("a", prompt="x").encode())
+    assert isinstance(request, BatchRequest)
+    response = asyncio.run(_ask(app, request))
+    assert (response.status_code, response.request_id, bytes(response.body)) == (200, "i", b"{}")
+    assert asked == [b'{"prompt":"x"}'] * 3
 
 
 def test_custom_ids_must_differ(tmp_path: Path) -> None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from dataclasses import replace
 from typing import Any
 
+import anthropic
+import httpx
+import httpx2
+import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -104,6 +109,30 @@ def test_with_a_valid_key(headers: dict[str, str]) -> None:
     assert guarded("one", "two").request("GET", "/v1/models", headers=headers).status_code == 200
 
 
+def test_the_official_clients_see_a_wrong_key_as_what_it_is() -> None:
+    site = guarded("one")
+
+    async def run() -> None:
+        async with site.engine.running():
+            kinds = (httpx, httpx2)
+            https = [its.AsyncClient(transport=its.ASGITransport(site.app), base_url="http://test") for its in kinds]
+            messages: Any = user("ab.")
+            for key, expected in (("two", True), ("one", False)):
+                options: dict[str, Any] = {"api_key": key, "max_retries": 0}
+                ours = openai.AsyncOpenAI(base_url="http://test/v1", http_client=https[0], **options)
+                theirs = anthropic.AsyncAnthropic(base_url="http://test", http_client=https[1], **options)
+                for create, error in (
+                    (ours.chat.completions.create, openai.AuthenticationError),
+                    (theirs.messages.create, anthropic.AuthenticationError),
+                ):
+                    with pytest.raises(error) if expected else contextlib.nullcontext():
+                        await create(model="org/tiny", messages=messages, max_tokens=5)
+            for client in https:
+                await client.aclose()
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("path", ["/health", "/ready", "/version"])
 def test_routes_that_are_open_without_a_key(path: str) -> None:
     assert guarded("one").request("GET", path).status_code == 200
@@ -166,8 +195,8 @@ def test_ready_until_the_server_ends(site: Site) -> None:
 
 
 def test_metrics(site: Site) -> None:
-    response = site.request("GET", "/metrics")
-    assert response.headers["content-type"].startswith("text/plain")
+    response = site.request("GET", "/metrics", headers={"accept": "text/plain;version=x.y.z"})
+    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     families = {family.name: family for family in text_string_to_metric_families(response.text)}
     assert families["tokenmill:num_requests_running"].samples[0].labels == {"model_name": "org/tiny"}
     assert families["tokenmill:kv_cache_usage_perc"].samples[0].value == 0.25

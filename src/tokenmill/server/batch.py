@@ -38,7 +38,7 @@ from tokenmill.server.batch_file import (
 from tokenmill.server.keys import Keys
 from tokenmill.server.launch import RANGES, Planner, plan_processes, started
 
-MAX_TRIES = 100
+MAX_TRIES = 20
 SERVICE_UNAVAILABLE = 503
 
 logger = logging.getLogger(__name__)

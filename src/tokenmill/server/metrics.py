@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.exposition import choose_encoder
 
 from tokenmill.wire.messages import Pulse
 
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "tokenmill:"
 Row = tuple[type[CounterMetricFamily] | type[GaugeMetricFamily], str, str, Callable[[Pulse], float]]
 ROWS: tuple[Row, ...] = (
@@ -48,9 +48,8 @@ class _State:
             yield family
 
 
-def render(pulse: Pulse, model: str, accept: str) -> tuple[bytes, str]:
-    """The metrics in a format that the Accept header names, and its content type."""
+def render(pulse: Pulse, model: str) -> bytes:
+    """The metrics in Prometheus' text format."""
     registry = CollectorRegistry()
     registry.register(_State(pulse, model))
-    encode, content_type = choose_encoder(accept)
-    return encode(registry), content_type
+    return generate_latest(registry)

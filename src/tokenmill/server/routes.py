@@ -19,7 +19,7 @@ from tokenmill.server.client import EngineClient
 from tokenmill.server.embeddings import EmbeddingShape
 from tokenmill.server.errors import BodyTooLarge, ClientLeft, RouteError, WrongContentType, json_response
 from tokenmill.server.messages import MessagesShape, parse_count, parse_messages
-from tokenmill.server.metrics import render
+from tokenmill.server.metrics import CONTENT_TYPE, render
 from tokenmill.server.protocol import (
     GenerationRequest,
     decode_body,
@@ -93,10 +93,9 @@ def make_router(client: EngineClient, settings: AppSettings) -> APIRouter:
         responses=answers_of(),
         summary="The scheduler's state, for Prometheus",
     )
-    async def metrics(request: Request) -> Response:
-        pulse = await client.probe(settings.answer_timeout)
-        body, content_type = render(pulse, settings.model, request.headers.get("accept", ""))
-        return Response(body, headers={"Content-Type": content_type})
+    async def metrics() -> Response:
+        body = render(await client.probe(settings.answer_timeout), settings.model)
+        return Response(body, headers={"Content-Type": CONTENT_TYPE})
 
     words = "End a request by its X-Request-Id, or its answer's id"
 
