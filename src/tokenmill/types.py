@@ -113,8 +113,19 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     offset: int
 
 
+class Thoughts(msgspec.Struct, frozen=True):
+    """What may come before the output proper. Ids are of the tags; without a start, the prompt has begun them.
+
+    After `budget` tokens, if it is not None, the end tag is forced.
+    """
+
+    start: list[int]
+    end: list[int]
+    budget: int | None = None
+
+
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the whole output must be; exactly one of the first five fields says it.
+    """What the whole output must be; exactly one of the first five fields says it, or none where there are thoughts.
 
     Args:
         json: a value that this JSON schema allows; the schema itself, or its text.
@@ -126,6 +137,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
         whitespace_pattern: what may stand between the parts of JSON, besides nothing.
         disable_any_whitespace: nothing may stand between the parts of JSON.
         param: the field of the request that errors name.
+        thoughts: come first, and are free.
 
     Raises InvalidRequest when a field is of a wrong kind, too large, or one too many.
     """
@@ -139,6 +151,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool = False
     param: str = "structured_outputs"
+    thoughts: Thoughts | None = None
 
     def __post_init__(self) -> None:
         for name in ("json_object", "strict", "disable_any_whitespace"):
@@ -151,7 +164,15 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
         self._check(len(self.choice or ()) <= MAX_TEXTS, f"choice holds at most {MAX_TEXTS} strings")
         given = [kind for kind in (self.json, self.regex, self.choice, self.grammar) if kind is not None]
         is_one = len(given) + self.json_object == 1
-        self._check(is_one, "takes exactly one of json, json_object, regex, choice and grammar")
+        self._check(
+            is_one or (self.thoughts is not None and self.is_free),
+            "takes exactly one of json, json_object, regex, choice and grammar",
+        )
+
+    @property
+    def is_free(self) -> bool:
+        """Whether anything may come, after thoughts."""
+        return (self.json, self.regex, self.choice, self.grammar) == (None,) * 4 and not self.json_object
 
     @property
     def size(self) -> int:

@@ -14,6 +14,7 @@ from tokenmill.server.messages import parse_messages
 from tokenmill.server.messages_fields import MESSAGE_ERROR, MESSAGE_RESPONSE
 from tokenmill.server.protocol import GenerationRequest
 from tokenmill.server.schema import check
+from tokenmill.text.dialect import Dialect
 from tokenmill.types import StructuredOutputs
 from tokenmill.wire.messages import ChatPrompt
 
@@ -185,3 +186,19 @@ def test_tokens_are_counted() -> None:
     assert Site().post(COUNT, messages=user("abc")).json() == {"input_tokens": 3}
     response = Site().post(COUNT, messages=user("abc"), max_tokens=5)
     assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_thinking_is_bounded_or_left_out() -> None:
+    dialect = Dialect(reasoning="think", variables=["enable_thinking"])
+
+    def asked(thinking: dict[str, Any], dialect: Dialect) -> ChatPrompt:
+        return prompt_of(parse_messages({"messages": user("x"), "max_tokens": 9, "thinking": thinking}, {}, 0, dialect))
+
+    enabled = {"type": "enabled", "budget_tokens": 5}
+    assert asked(enabled, dialect).thinking_token_budget == 5
+    assert asked({"type": "disabled"}, dialect).template_kwargs == {"enable_thinking": False}
+    for plain, its in (({"type": "adaptive"}, dialect), ({"type": "disabled"}, Dialect())):
+        assert (asked(plain, its).thinking_token_budget, asked(plain, its).template_kwargs) == (None, {})
+    with pytest.raises(InvalidRequest) as caught:
+        asked(enabled, Dialect())
+    assert caught.value.param == "thinking"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -37,8 +38,14 @@ from tokenmill.types import SamplingParams
 
 DOCS = Path(__file__).parents[2] / "docs/api.md"
 CHATS = "/v1/chat/completions"
+THINKING = Dialect(reasoning="think", variables=["reasoning_effort"])
+parse_thinking_chat = partial(parse_chat, dialect=THINKING)
 PARSERS: dict[str, tuple[Table, Callable[..., Any], dict[str, Any]]] = {
-    "chat": (CHAT, parse_chat, {"messages": user("x"), "stream": True, "stream_options": {}}),
+    "chat": (
+        CHAT,
+        partial(parse_chat, dialect=THINKING),
+        {"messages": user("x"), "stream": True, "stream_options": {}},
+    ),
     "completion": (COMPLETION, parse_completion, {"prompt": "x", "stream": True, "stream_options": {}}),
     "responses": (RESPONSES, parse_responses, {"input": "x", "stream": True}),
     "messages": (MESSAGES, parse_messages, {"messages": user("x"), "max_tokens": 9}),

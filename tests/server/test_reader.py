@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenmill.server.reader import AnswerReader, Part, ToolReader
+from tokenmill.server.parts import Part
+from tokenmill.server.reader import AnswerReader, ToolReader
 from tokenmill.text.dialect import TOOL_STYLES, Dialect
 
 NAMES = ("f", "g")

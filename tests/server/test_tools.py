@@ -222,3 +222,26 @@ def test_grammars_are_what_the_output_must_be() -> None:
     with pytest.raises(InvalidRequest) as caught:
         request(tools=[ADD], structured_outputs={"regex": "a+"})
     assert caught.value.param == "structured_outputs"
+
+
+def thinking(dialect: Dialect, **fields: Any) -> ChatPrompt:
+    return prompt_of(parse_chat({"messages": user("x")} | fields, {}, 0, dialect))
+
+
+def test_how_much_to_think() -> None:
+    both = Dialect(reasoning="think", variables=["enable_thinking"])
+    levels = Dialect(reasoning="think", variables=["reasoning_effort", "enable_thinking"])
+    assert thinking(levels, reasoning_effort="low").template_kwargs == {"reasoning_effort": "low"}
+    assert thinking(both, reasoning_effort="none").template_kwargs == {"enable_thinking": False}
+    own = {"enable_thinking": True}
+    assert thinking(both, reasoning_effort="none", chat_template_kwargs=own).template_kwargs == own
+    assert thinking(Dialect(), reasoning_effort="none").template_kwargs == {}
+    assert thinking(both, thinking_token_budget=5).thinking_token_budget == 5
+    for dialect, fields in (
+        (both, {"reasoning_effort": "low"}),
+        (Dialect(), {"reasoning_effort": "low"}),
+        (Dialect(), {"thinking_token_budget": 5}),
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            thinking(dialect, **fields)
+        assert caught.value.param == next(iter(fields))

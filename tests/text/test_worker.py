@@ -22,11 +22,12 @@ from tokenmill.text.dialect import Dialect
 from tokenmill.text.settings import TextSettings
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.text.worker import TokenizerStage, detokenizer_loop, load_template, tokenizer_loop
-from tokenmill.types import FinishReason, SamplingParams, Scheduling
+from tokenmill.types import FinishReason, SamplingParams, Scheduling, StructuredOutputs, Thoughts
 from tokenmill.wire.channel import MemoryChannel, PullChannel, PushChannel, address
 from tokenmill.wire.messages import (
     Abort,
     CacheCall,
+    ChatPrompt,
     ErrorInfo,
     Finish,
     GenerateJob,
@@ -452,3 +453,34 @@ def test_no_torch_in_these_processes() -> None:
     code = f"import sys, tokenmill.text.worker; print(sorted({heavy} & set(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
+
+
+def thought_job(
+    *, content: str = "x", budget: int | None = None, wanted: StructuredOutputs | None = None
+) -> TokenizeJob:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content}]
+    chat = ChatPrompt(
+        messages=messages,
+        add_generation_prompt=False,
+        continue_final_message=True,
+        thought_tags=["<t>", "</t>"],
+        thinking_token_budget=budget,
+    )
+    return TokenizeJob(uids=[1], params=SamplingParams(structured_outputs=wanted), chat=chat)
+
+
+def test_thoughts_come_before_what_the_output_must_be(stage: TokenizerStage, byte_tokenizer: Tokenizer) -> None:
+    stage.limits = Limits(max_model_len=500, vocab_size=410)
+    start, end = (byte_tokenizer.encode(tag, add_special_tokens=False) for tag in ("<t>", "</t>"))
+    choice = StructuredOutputs(choice=["a"])
+    for content, wanted, budget, is_thinking, expected in (
+        ("x", choice, None, False, StructuredOutputs(choice=["a"], thoughts=Thoughts(start, end))),
+        ("<t>x", choice, 5, True, StructuredOutputs(choice=["a"], thoughts=Thoughts([], end, 5))),
+        ("<t>x", None, 5, True, StructuredOutputs(thoughts=Thoughts([], end, 5))),
+        ("<t></t>", choice, 5, False, choice),
+        ("x", None, None, False, None),
+    ):
+        (job,), answer = stage.process(thought_job(content=content, budget=budget, wanted=wanted))
+        assert isinstance(answer, Tokenized)
+        assert answer.is_thinking is is_thinking
+        assert job.params.structured_outputs == expected

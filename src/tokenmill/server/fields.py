@@ -182,7 +182,10 @@ CHAT = Table(
     honoured("top_logprobs", whole(0, MAX_LOGPROBS), "only with logprobs"),
     refused("functions", "use tools", []),
     refused("function_call", "use tool_choice", "none", "auto"),
-    refused("reasoning_effort", "not built"),
+    honoured("reasoning_effort", EFFORT, "where the chat template looks at it; none: also at enable_thinking"),
+    honoured(
+        "thinking_token_budget", whole(0, MAX_INT32), "then the end of thoughts is forced; where the model thinks"
+    ),
     refused("verbosity", "the model has no such setting", "medium"),
     refused("audio prediction web_search_options moderation", "no such service"),
     refused("modalities", "text only", ["text"]),
@@ -199,7 +202,7 @@ COMPLETION = Table(
     refused("tools", "for chats", []),
     refused("tool_choice", "for chats", "none", "auto"),
     refused("top_logprobs", "for chats: here logprobs is their number", 0),
-    refused("messages reasoning_effort", "for chats"),
+    refused("messages reasoning_effort thinking_token_budget", "for chats"),
     meaningless("parallel_tool_calls", FLAG, "for chats"),
 )
 PROBE = Table(

@@ -12,8 +12,9 @@ from tokenmill.server.errors import anthropic_error
 from tokenmill.server.fields import CHAT
 from tokenmill.server.generation import Generation
 from tokenmill.server.messages_fields import COUNT_TOKENS, MESSAGES
+from tokenmill.server.parts import Part
 from tokenmill.server.protocol import GenerationRequest, parse_chat
-from tokenmill.server.reader import AnswerReader, Part, read_whole
+from tokenmill.server.reader import AnswerReader, read_whole
 from tokenmill.server.shapes import Batch, Head, call_id
 from tokenmill.server.sse import encode_event
 from tokenmill.text.dialect import Dialect

@@ -180,7 +180,12 @@ def parse_detokenize(body: dict[str, Any]) -> tuple[str | None, TextCall]:
 def _chat_prompt(fields: _Fields, tools: Sequence[dict[str, Any]], dialect: Dialect = PLAIN) -> ChatPrompt:
     continues = fields.take("continue_final_message") is True
     add_generation_prompt = fields.take("add_generation_prompt")
-    template_kwargs = fields.take("chat_template_kwargs") or {}
+    budget = fields.take("thinking_token_budget")
+    if budget is not None and dialect.reasoning is None:
+        words = "this model does not think aloud; if it does, start the server with --reasoning-parser"
+        raise InvalidRequest(f"thinking_token_budget: {words}", "thinking_token_budget")
+    effort = _effort(fields.take("reasoning_effort"), dialect)
+    template_kwargs = effort | (fields.take("chat_template_kwargs") or {})
     messages = check_messages(fields.raw("messages"))
     for name, value in (("chat_template_kwargs", template_kwargs), ("messages", messages), ("tools", tools)):
         if not _can_travel(value):
@@ -195,8 +200,21 @@ def _chat_prompt(fields: _Fields, tools: Sequence[dict[str, Any]], dialect: Dial
         continue_final_message=continues,
         template_kwargs=template_kwargs,
         thought_tags=thoughts,
+        thinking_token_budget=budget,
         shown_ids=[dialect.special[tag] for tag in shown if tag in dialect.special],
     )
+
+
+def _effort(effort: str | None, dialect: Dialect) -> dict[str, Any]:
+    """What the chat template is told of how much to think."""
+    if effort is None or (effort == "none" and dialect.reasoning is None):
+        return {}
+    if "reasoning_effort" in dialect.variables:
+        return {"reasoning_effort": effort}
+    if effort == "none" and "enable_thinking" in dialect.variables:
+        return {"enable_thinking": False}
+    words = "the model's chat template knows no such effort: leave it out, or set thinking_token_budget"
+    raise UnsupportedField(f"reasoning_effort {effort!r}: {words}", "reasoning_effort")
 
 
 def _template_prompt(fields: _Fields) -> ChatPrompt:

@@ -12,8 +12,9 @@ from tokenmill.errors import InvalidRequest, TokenmillError
 from tokenmill.server.fields import CHAT
 from tokenmill.server.generation import Generation
 from tokenmill.server.logprobs import chat_logprobs
+from tokenmill.server.parts import Part
 from tokenmill.server.protocol import GenerationRequest, parse_chat
-from tokenmill.server.reader import AnswerReader, Part
+from tokenmill.server.reader import AnswerReader
 from tokenmill.server.responses_fields import ECHOED, RESPONSES, WITH_LOGPROBS
 from tokenmill.server.shapes import Batch, Head, call_id
 from tokenmill.server.sse import COMMENT, encode_event

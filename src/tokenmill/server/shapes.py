@@ -13,8 +13,9 @@ from tokenmill.errors import TokenmillError
 from tokenmill.server.errors import error_object
 from tokenmill.server.generation import Generation
 from tokenmill.server.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from tokenmill.server.parts import Part
 from tokenmill.server.protocol import GenerationRequest
-from tokenmill.server.reader import AnswerReader, Part, read_whole
+from tokenmill.server.reader import AnswerReader, read_whole
 from tokenmill.server.sse import COMMENT, DONE, Chunks, encode_event
 from tokenmill.text.dialect import Dialect
 from tokenmill.types import FinishReason, TokenLogprobs, Usage

@@ -58,15 +58,20 @@ THOUGHTS: Mapping[str, Tags] = {
 }
 
 
+VARIABLES = "reasoning_effort", "enable_thinking"
+
+
 class Dialect(msgspec.Struct, frozen=True):
     """Names in TOOL_STYLES and THOUGHTS; `reasoning` is None where a model does not think aloud.
 
-    `special` has the ids of those tags that are special tokens: text for people leaves them out.
+    `special` has the ids of those tags that are special tokens: text for people leaves them out. `variables` are those
+    of VARIABLES that the template looks at.
     """
 
     tools: str = "json"
     reasoning: str | None = None
     special: dict[str, int] = {}
+    variables: list[str] = []
 
     @property
     def style(self) -> ToolStyle:
@@ -92,4 +97,4 @@ def find_dialect(
     dialect = Dialect(tools, None if reasoning == "none" else reasoning)
     tags = [dialect.style.tags] + ([] if dialect.thoughts is None else [dialect.thoughts])
     ids = {text: special[text] for pair in tags for text in (pair.start, pair.end) if text in special}
-    return msgspec.structs.replace(dialect, special=ids)
+    return msgspec.structs.replace(dialect, special=ids, variables=[name for name in VARIABLES if name in source])

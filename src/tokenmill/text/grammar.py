@@ -21,6 +21,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer as Backend
 
 from tokenmill.errors import InvalidRequest, Overloaded
+from tokenmill.text.thoughts import ThoughtMatcher
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.types import MAX_GRAMMAR, StructuredOutputs
 
@@ -41,7 +42,9 @@ def lark_source(wanted: StructuredOutputs) -> str:
 
     Raises InvalidRequest: it is too large, a schema is no JSON, or a rule sets what only a request can.
     """
-    if wanted.grammar is not None:
+    if wanted.is_free:
+        lark = "start: /x/"  # nobody looks at it
+    elif wanted.grammar is not None:
         lark = wanted.grammar
         if TEMPERATURE.search(lark):
             words = "structured_outputs.grammar: a rule cannot have a temperature: set that of the request"
@@ -189,18 +192,23 @@ class Matchers:
         self._tokenizer: LLTokenizer | None = None
         self._compiled: Compiled[LLMatcher] = Compiled(self._compile)
         self.end_ids: list[int] = []
+        self._texts: list[bytes] = []
 
     def start(self, wanted: StructuredOutputs) -> Future[LLMatcher]:
         """Begin to compile; see `Compiled.start`."""
         return self._compiled.start(wanted)
 
-    def make(self, wanted: StructuredOutputs, worn: object = None, /) -> tuple[LLMatcher, object]:
+    def make(self, wanted: StructuredOutputs, worn: object = None, /) -> tuple[LLMatcher | ThoughtMatcher, object]:
         """One of its own for a request, and what it is a copy of, which is not `worn`.
 
         Copies share the states of their lexer, whose number is limited. Waits if the grammar is not compiled.
         """
         future = self._compiled.start(wanted, worn)
-        return future.result().deep_copy(), future
+        compiled = future.result()
+        if wanted.thoughts is None:
+            return compiled.deep_copy(), future
+        inner = None if wanted.is_free else compiled.deep_copy()
+        return ThoughtMatcher(inner, wanted.thoughts, self._texts, self.end_ids), future
 
     def close(self) -> None:
         """See `Compiled.close`."""
@@ -210,4 +218,5 @@ class Matchers:
         if self._tokenizer is None:
             vocabulary = self._load()
             self._tokenizer, self.end_ids = vocabulary.tokenizer(), vocabulary.end_ids
+            self._texts = vocabulary.texts
         return compile_matcher(self._tokenizer, source)

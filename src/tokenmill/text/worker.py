@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import zmq
+from msgspec.structs import replace
 
 from tokenmill.clock import milliseconds
 from tokenmill.errors import ConfigError, DeadlinePassed, InvalidRequest, RequestTooLong, TokenmillError
@@ -26,7 +26,7 @@ from tokenmill.text.grammar_check import GrammarCheck
 from tokenmill.text.grammar_gate import GrammarGate
 from tokenmill.text.settings import TextSettings
 from tokenmill.text.tokenizer import Tokenizer
-from tokenmill.types import SamplingParams
+from tokenmill.types import SamplingParams, StructuredOutputs, Thoughts
 from tokenmill.wire import messages as wire
 from tokenmill.wire.channel import PullChannel, PushChannel, Receiver, Sender, ServerChannel, address
 from tokenmill.wire.messages import ToDetokenizer, ToScheduler, ToServer, ToTokenizer
@@ -76,7 +76,7 @@ class TokenizerStage:
             token_ids = wire.pack_ids(self._prompt_ids(call, self.limits))
         except Exception as error:
             return wire.CallAnswer(call.serial, error=_failure(error))
-        return msgspec.structs.replace(call, text=None, chat=None, token_ids=token_ids)
+        return replace(call, text=None, chat=None, token_ids=token_ids)
 
     def answer(self, call: wire.TextCall) -> wire.CallAnswer:
         """Ids of a text, or the text of ids; a prompt may be empty here."""
@@ -122,7 +122,7 @@ class TokenizerStage:
         """Whether thoughts are begun at the prompt's end, by the template or in a message that goes on."""
         if chat is None or not chat.thought_tags:
             return False
-        text = self._tokenizer.decode(token_ids[-PROMPT_TAIL:], skip_special_tokens=False)
+        text = self._tail(token_ids)
         if chat.continue_final_message and isinstance(content := chat.messages[-1]["content"], str):
             text = content
         start, end = map(text.rfind, chat.thought_tags)
@@ -155,9 +155,11 @@ class TokenizerStage:
             # The token that a prompt's last step draws is dropped: nothing may depend on it.
             nothing = {"structured_outputs": None, "logprobs": None, "stop_token_ids": ()}
             changes = {"max_tokens": 1, "min_tokens": 0, "ignore_eos": True, **nothing}
-            params, max_tokens = msgspec.structs.replace(params, **changes), 1
+            params, max_tokens = replace(params, **changes), 1
         if params.structured_outputs is not None:
             self.grammars.check(params.structured_outputs)
+        if job.chat is not None and job.chat.thought_tags and not is_prompt_only:
+            params = self._with_thoughts(params, job.chat, token_ids)
         never_ends = params.ignore_eos and params.structured_outputs is None
         packed = wire.pack_ids(token_ids)
         options = wire.TextOptions(
@@ -187,6 +189,21 @@ class TokenizerStage:
             for index, uid in enumerate(job.uids)
         ]
 
+    def _with_thoughts(self, params: SamplingParams, chat: wire.ChatPrompt, token_ids: list[int]) -> SamplingParams:
+        """The parameters with thoughts before what the output must be, unless the prompt has ended them."""
+        wanted, budget = params.structured_outputs, chat.thinking_token_budget
+        is_open = self._is_thinking(chat, token_ids)
+        has_ended = chat.thought_tags[1] in self._tail(token_ids) and not is_open
+        if has_ended or (wanted is None and budget is None):
+            return params
+        start, end = (self._tokenizer.encode(tag, add_special_tokens=False) for tag in chat.thought_tags)
+        thoughts = Thoughts([] if is_open else start, end, budget)
+        wanted = StructuredOutputs(thoughts=thoughts) if wanted is None else replace(wanted, thoughts=thoughts)
+        return replace(params, structured_outputs=wanted)
+
+    def _tail(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids[-PROMPT_TAIL:], skip_special_tokens=False)
+
     def _with_bad_ids(self, params: SamplingParams, vocab_size: int) -> SamplingParams:
         """The parameters with bad words as ids; raises InvalidRequest when they leave nothing to draw."""
         bad = [ids for word in params.bad_words for ids in ([word] if not isinstance(word, str) else self._spell(word))]
@@ -197,7 +214,7 @@ class TokenizerStage:
             ends = {*self._tokenizer.end_ids, *params.stop_token_ids} if params.min_tokens else set()
             if not set(params.allowed_token_ids).difference(ends, *(ids for ids in bad if len(ids) == 1)):
                 raise InvalidRequest("bad_words or min_tokens forbid all of allowed_token_ids", "allowed_token_ids")
-        return msgspec.structs.replace(params, bad_words=bad) if bad else params
+        return replace(params, bad_words=bad) if bad else params
 
     def _spell(self, word: str) -> list[list[int]]:
         """A word's ids, also as it stands behind others, with a space before."""

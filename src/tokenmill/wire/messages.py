@@ -62,7 +62,8 @@ def error_info(error: TokenmillError) -> ErrorInfo:
 class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """Chat messages before the template: `messages` are checked OpenAI-shaped dicts.
 
-    `thought_tags` are what stands before and after thoughts, if anything. Special tokens of `shown_ids` are shown in
+    `thought_tags` are what stands before and after thoughts, if anything; after `thinking_token_budget` tokens of them
+    the second is forced. Special tokens of `shown_ids` are shown in
     the output's text.
     """
 
@@ -72,6 +73,7 @@ class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
     continue_final_message: bool = False
     template_kwargs: dict[str, Any] = {}
     thought_tags: list[str] = []
+    thinking_token_budget: int | None = None
     shown_ids: list[int] = []
 
 
