@@ -56,6 +56,11 @@ def run(folder: Path, *flags: str, code: int = 0) -> subprocess.CompletedProcess
     return done
 
 
+def wait_for_lines(path: Path, count: int, process: subprocess.Popen[str]) -> None:
+    while settled(lambda: path.read_text().count("\n") if path.exists() else 0, lambda found: found == count) < count:
+        assert process.poll() is None
+
+
 @pytest.mark.server
 def test_every_line_is_answered_and_errors_end_nothing(folder: Path) -> None:
     chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
@@ -102,7 +107,7 @@ def test_a_run_that_was_cut_short_goes_on(folder: Path, number: int) -> None:
     with subprocess.Popen(
         command(folder, "--concurrency", "4"), cwd=ROOT, text=True, stdout=subprocess.PIPE
     ) as process:
-        settled(lambda: out.read_text().count("\n") if out.exists() else 0, lambda count: count == 39)
+        wait_for_lines(out, 39, process)
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(number)
         assert (process.communicate()[0], process.returncode) == (f"39 answered: {out}\n", 130)
@@ -121,7 +126,7 @@ def test_an_engine_that_dies_ends_the_run_and_what_was_answered_stays(folder: Pa
     out = folder / "out.jsonl"
     options: Any = {"cwd": ROOT, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command(folder), **options) as process:
-        settled(lambda: out.read_text() if out.exists() else "", bool)
+        wait_for_lines(out, 1, process)
         children = {child.name(): child for child in psutil.Process(process.pid).children(recursive=True)}
         children["tm-scheduler-0"].kill()
         _, errors = process.communicate()

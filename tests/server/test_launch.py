@@ -230,7 +230,7 @@ def test_nobody_has_to_read_the_ready_line(model: Path) -> None:
         os.close(writer)
         while process.poll() is None:
             with contextlib.suppress(httpx.ConnectError):
-                assert httpx.get(f"{base}/health").json()["status"] == "ok"
+                assert httpx.get(f"{base}/health", timeout=60).json()["status"] == "ok"
                 process.send_signal(signal.SIGTERM)
                 process.wait(30)
         assert (process.returncode, process.communicate()[1]) == (0, "")
