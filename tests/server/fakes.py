@@ -26,6 +26,7 @@ from tokenmill.wire.messages import (
     Abort,
     CacheCall,
     CallAnswer,
+    ChatPrompt,
     ErrorInfo,
     Finish,
     GenerateJob,
@@ -77,25 +78,28 @@ class FakeTokenizer:
                     self._scheduler.send(message)
                 case TokenizeJob():
                     self._tokenize(message)
+                case TextCall(serial=serial, token_ids=ids) if ids and not _is_text(unpack_ids(ids)):
+                    self._server.send(CallAnswer(serial, error=ErrorInfo("no text", "BadRequestError", 400, "tokens")))
                 case TextCall(serial=serial, token_ids=ids) if ids is not None:
                     self._server.send(CallAnswer(serial, {"prompt": "".join(map(chr, unpack_ids(ids)))}))
                 case TextCall(serial=serial, text=text, chat=chat):
                     asked = {"special": message.add_special_tokens, "strings": message.with_strings}
-                    text = chat.messages[0]["content"] if chat else text or ""
+                    text = _last_text(chat) if chat else text or ""
                     self._server.send(CallAnswer(serial, {"text": text, "count": len(text), **asked}))
                 case CacheCall(serial=serial, text="REFUSE"):
                     self._server.send(CallAnswer(serial, error=ErrorInfo("refused", "BadRequestError", 400, "prompt")))
                 case CacheCall(text=text, chat=chat, token_ids=given):
-                    ids = given or pack_ids(map(ord, chat.messages[0]["content"] if chat else text or ""))
+                    ids = given or pack_ids(map(ord, _last_text(chat) if chat else text or ""))
                     self._scheduler.send(msgspec.structs.replace(message, text=None, chat=None, token_ids=ids))
         return bool(messages)
 
     def _tokenize(self, job: TokenizeJob) -> None:
         if job.chat is not None:
             self.templates.append(job.chat)
-        text = job.chat.messages[-1]["content"] if job.chat is not None else job.text
+        text = _last_text(job.chat) if job.chat is not None else job.text
         ids = unpack_ids(job.token_ids) if job.token_ids is not None else [ord(mark) for mark in text or ""]
-        if text in ("REFUSE", "TOO_LONG") or not ids:
+        left = MAX_MODEL_LEN - len(ids)
+        if text in ("REFUSE", "TOO_LONG") or not _is_text(ids) or (job.params.max_tokens or 1) > left:
             self._server.send(Refused(job.uids, ErrorInfo(f"refused: {text}", "BadRequestError", 400, "prompt")))
             return
         for choice, uid in enumerate(job.uids):
@@ -256,7 +260,7 @@ class FakeDetokenizer:
 class FakeEngine:
     """All stages in this process, moved by a task on the event loop."""
 
-    def __init__(self, num_tokenizers: int = 1) -> None:
+    def __init__(self, num_tokenizers: int = 1, max_waiting: int = 2000) -> None:
         to_tokenizers: list[MemoryChannel[ToTokenizer]] = [MemoryChannel() for _ in range(num_tokenizers)]
         to_scheduler: MemoryChannel[ToScheduler] = MemoryChannel()
         to_detokenizer: MemoryChannel[ToDetokenizer] = MemoryChannel()
@@ -264,7 +268,7 @@ class FakeEngine:
         self.tokenizers = [FakeTokenizer(channel, to_scheduler, self.to_server) for channel in to_tokenizers]
         self.scheduler = FakeScheduler(to_scheduler, to_detokenizer, self.to_server)
         self.detokenizer = FakeDetokenizer(to_detokenizer, self.to_server)
-        self.client = EngineClient(to_tokenizers, to_scheduler, max_waiting=2000, max_waiting_tokens=10_000)
+        self.client = EngineClient(to_tokenizers, to_scheduler, max_waiting=max_waiting, max_waiting_tokens=10_000)
 
     def step(self) -> bool:
         moved = [stage.step() for stage in (*self.tokenizers, self.scheduler, self.detokenizer)]
@@ -294,6 +298,15 @@ class FakeEngine:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
+
+
+def _last_text(chat: ChatPrompt) -> str:
+    content = chat.messages[-1]["content"]
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def _is_text(ids: list[int]) -> bool:
+    return bool(ids) and all(0 <= each < 0xD800 or 0xDFFF < each < 0x110000 for each in ids)
 
 
 def run_tokenizer(settings: TextSettings, report: Report) -> None:
