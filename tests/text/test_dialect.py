@@ -28,18 +28,18 @@ USER = {"role": "user", "content": "Hi"}
     ],
 )
 def test_what_a_template_shows(source: str, special: dict[str, int], dialect: Dialect) -> None:
-    assert find_dialect(ChatTemplate(source), special) == dialect
+    assert find_dialect(source, special) == dialect
 
 
 def test_what_a_template_looks_at() -> None:
     source = PLAIN + "{% if enable_thinking %}{{ reasoning_effort }}{% endif %}"
-    assert find_dialect(ChatTemplate(source), {}).variables == ["reasoning_effort", "enable_thinking"]
+    assert find_dialect(source, {}).variables == ["reasoning_effort", "enable_thinking"]
 
 
 def test_flags_come_first() -> None:
-    assert find_dialect(ChatTemplate(WITH_TOOLS + "{# </think> #}"), {}, "json", "none") == Dialect("json")
-    assert find_dialect(None, {}, reasoning="think") == Dialect("json", "think")
-    assert find_dialect(None, {}) == Dialect()
+    assert find_dialect(WITH_TOOLS + "{# </think> #}", {}, "json", "none") == Dialect("json")
+    assert find_dialect("", {}, reasoning="think") == Dialect("json", "think")
+    assert find_dialect("", {}) == Dialect()
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 import msgspec
 
-from tokenmill.text.chat_template import ChatTemplate
-
 
 class Tags(msgspec.Struct, frozen=True):
     """What stands before and after."""
@@ -84,11 +82,8 @@ class Dialect(msgspec.Struct, frozen=True):
         return None if self.reasoning is None else THOUGHTS[self.reasoning]
 
 
-def find_dialect(
-    template: ChatTemplate | None, special: Mapping[str, int], tools: str = "auto", reasoning: str = "auto"
-) -> Dialect:
-    """What the flags say, or else what the template shows; `special` are the ids of all special tokens."""
-    source = "" if template is None else template.source
+def find_dialect(source: str, special: Mapping[str, int], tools: str = "auto", reasoning: str = "auto") -> Dialect:
+    """What the flags say, or else what a template's source shows; `special` are the ids of all special tokens."""
     if tools == "auto":
         found = (name for name, style in TOOL_STYLES.items() if style.template_has and style.template_has in source)
         tools = next(found, "json")

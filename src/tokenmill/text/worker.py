@@ -326,7 +326,8 @@ def run_tokenizer(settings: TextSettings, report: Report) -> None:
     """A tokenizer process: load, report, work. Raises TokenmillError when the model cannot be used."""
     tokenizer = Tokenizer.load(settings.model, or_bytes=settings.or_bytes)
     template = load_template(tokenizer, settings.chat_template)
-    dialect = find_dialect(template, tokenizer.special_texts, settings.tool_parser, settings.reasoning_parser)
+    parsers = settings.tool_parser, settings.reasoning_parser
+    dialect = find_dialect(template.source if template else "", tokenizer.special_texts, *parsers)
     with _channels(settings, ToTokenizer) as channels:
         report.ready(sampling_defaults=tokenizer.sampling_defaults, dialect=dialect)
         inbox, scheduler, server = channels
