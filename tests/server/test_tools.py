@@ -82,6 +82,7 @@ def test_allowed_tools_are_called_and_all_are_shown() -> None:
         ({"tool_choice": "any"}, "tool_choice"),
         ({"tool_choice": NAMED}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "nope"}}, "tools": [ADD]}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": ""}}, "tools": [ADD]}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "add"}, "tools": [ADD]}, "tool_choice.name"),
         ({"tool_choice": {"type": "tool"}, "tools": [ADD]}, "tool_choice.type"),
         ({"parallel_tool_calls": "no", "tools": [ADD]}, "parallel_tool_calls"),

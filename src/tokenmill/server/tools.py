@@ -51,8 +51,9 @@ def tool_use(
     is_parallel = is_parallel and not (isinstance(choice, dict) and choice["type"] == "function")
     if mode == "required" and not names:
         raise InvalidRequest("tool_choice asks for a call, but there are no tools", "tool_choice")
-    if missing := next((name for name in names if name not in functions), None):
-        raise InvalidRequest(f"tool_choice names the tool {missing[:80]!r}, which is not in tools", "tool_choice")
+    for name in names:
+        if name not in functions:
+            raise InvalidRequest(f"tool_choice names the tool {name[:80]!r}, which is not in tools", "tool_choice")
     if mode == "none" or not functions:
         return ToolUse()
     if answer is not None and answer.json is None and not answer.json_object:
