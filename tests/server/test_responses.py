@@ -35,12 +35,20 @@ def messages(**fields: Any) -> list[dict[str, Any]]:
 def test_input_becomes_messages() -> None:
     assert messages() == [{"role": "user", "content": "x"}]
     call = {"type": "function_call", "id": "fc_1", "name": "add", "arguments": '{"a": 1}', "status": "completed"}
+    call |= {"caller": None, "async_": None, "parsed_arguments": {"a": 2}}
     thoughts = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]}
-    said = {"type": "output_text", "text": "So", "annotations": [], "logprobs": []}
+    said = {"type": "output_text", "text": "So", "annotations": [], "logprobs": [], "parsed": {}}
     given = [
         {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
         thoughts,
-        {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "content": [said]},
+        {
+            "type": "message",
+            "id": "msg_1",
+            "role": "assistant",
+            "status": "completed",
+            "content": [said],
+            "phase": None,
+        },
         call | {"call_id": "1"},
         call | {"call_id": "2"},
         {"type": "function_call_output", "call_id": "1", "output": "5"},

@@ -23,13 +23,14 @@ def test_good_messages_are_passed_on() -> None:
 
 
 def test_an_answer_that_a_client_sends_back_is_fine() -> None:
-    answer = {
+    answer: dict[str, Any] = {
         "role": "assistant",
         "content": "Yes",
         "refusal": None,
         "tool_calls": [],
         "function_call": None,
         "name": None,
+        "parsed": {"is_so": True},
     }
     assert check_messages([answer]) == [{"role": "assistant", "content": "Yes"}]
 
@@ -102,6 +103,17 @@ def test_calls_and_their_results_are_passed_on() -> None:
     assert function["arguments"] == '{"x": "\\u00e9"}'
 
 
+def test_calls_are_the_same_however_a_client_sends_them_back() -> None:
+    plain = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    ways = [
+        {"function": {"arguments": "{}", "name": "f"}, "type": "function", "id": "1", "custom": None},
+        {**plain, "index": 0},
+        {**plain, "function": {"parsed_arguments": {"x": 1}, **plain["function"]}},  # type: ignore[dict-item]
+    ]
+    first, *others = (str(check_messages([{"role": "assistant", "tool_calls": [call]}])) for call in (plain, *ways))
+    assert others == [first] * 3
+
+
 @pytest.mark.parametrize(
     ("message", "param", "words"),
     [
@@ -126,6 +138,16 @@ def test_calls_and_their_results_are_passed_on() -> None:
             {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]},
             "messages[0].tool_calls[0].function.arguments",
             "JSON object",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "x": 1}}]},
+            "messages[0].tool_calls[0].function.x",
+            "not supported",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f"}, "x": 1}]},
+            "messages[0].tool_calls[0].x",
+            "not supported",
         ),
     ],
 )

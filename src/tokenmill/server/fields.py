@@ -71,9 +71,8 @@ FORMAT = either(
 )
 
 FUNCTION_NAME = record(["name"], name=TEXT)
-CALL = record(
-    ["function"], id=TEXT, type=one_of("function"), function=record(["name"], name=TEXT, arguments=either(TEXT, OBJECT))
-)
+CALLED = record(["name"], name=TEXT, arguments=either(TEXT, OBJECT), parsed_arguments={})
+CALL = record(["function"], id=TEXT, type=one_of("function"), index=whole(0), function=CALLED)
 TOOL = record(
     ["type", "function"],
     type=one_of("function"),
@@ -160,6 +159,7 @@ MESSAGES = (
     honoured("messages[].content", CONTENT, "text, or parts of type text"),
     honoured("messages[].name", TEXT, "where the chat template shows it"),
     meaningless("messages[].refusal", one_of(""), "sent back by clients"),
+    meaningless("messages[].parsed", {}, "what clients make of content"),
     refused("messages[].audio", "text only"),
     refused("messages[].annotations", "text only", []),
     refused("messages[].function_call", "use tool_calls"),

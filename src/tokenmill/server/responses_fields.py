@@ -43,9 +43,11 @@ TEXT_PART = record(
     text=TEXT,
     annotations=array(OBJECT, 0, 0),
     logprobs=array(OBJECT),
+    parsed={},
 )
 CONTENT = either(TEXT, array(TEXT_PART, 1))
-SAME = {"id": TEXT, "status": STATUS}
+NOT_GIVEN = dict.fromkeys(("phase", "caller", "namespace", "async", "async_"), NULL)  # sent back by clients
+SAME = {"id": TEXT, "status": STATUS, **NOT_GIVEN}
 THOUGHT = record(["type", "text"], type=one_of("reasoning_text", "summary_text"), text=TEXT)
 ITEM = either(
     record(
@@ -61,6 +63,7 @@ ITEM = either(
         call_id=TEXT,
         name=TEXT,
         arguments=TEXT,
+        parsed_arguments={},
         **SAME,
     ),
     record(["type", "call_id", "output"], type=one_of("function_call_output"), call_id=TEXT, output=CONTENT, **SAME),

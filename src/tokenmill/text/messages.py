@@ -19,6 +19,7 @@ ROLES: Mapping[str, Mapping[str, type[Any]]] = {
 }
 # What clients send back of an earlier answer; without a value these say nothing.
 ANSWER_FIELDS = ("refusal", "tool_calls", "function_call", "audio", "annotations", "reasoning_content", "tool_call_id")
+PARSED = "parsed"  # what clients make of content, and send back beside it
 KINDS: Mapping[type[Any], str] = {str: "a string", list: "a list"}
 
 
@@ -46,7 +47,7 @@ def _message(where: str, raw: Any) -> dict[str, Any]:
     message: dict[str, Any] = {"role": role, "content": _content(f"{where}.content", content)}
     for name, value in raw.items():
         place = f"{where}.{name[:80]}"
-        if name in message or value is None or (name in ANSWER_FIELDS and not value):
+        if name in message or value is None or (name in ANSWER_FIELDS and not value) or name == PARSED:
             continue
         if name not in ROLES[role]:
             raise UnsupportedField(f"{place} is not supported: leave it out", place)
@@ -71,9 +72,13 @@ def _part(where: str, raw: Any) -> dict[str, str]:
         raise UnsupportedField(f"{where} has type {raw['type'][:40]!r}: this model takes text only", f"{where}.type")
     if not isinstance(raw.get("text"), str):
         raise InvalidRequest(f"{where}.text must be a string", f"{where}.text")
-    if extra := next((name for name in raw if name not in ("type", "text")), None):
-        raise UnsupportedField(f"{where}.{extra[:80]} is not supported: leave it out", f"{where}.{extra[:80]}")
+    _check_names(where, raw, "type", "text")
     return {"type": "text", "text": raw["text"]}
+
+
+def _check_names(where: str, raw: Mapping[str, Any], *names: str) -> None:
+    if extra := next((name for name, value in raw.items() if name not in names and value is not None), None):
+        raise UnsupportedField(f"{where}.{extra[:80]} is not supported: leave it out", f"{where}.{extra[:80]}")
 
 
 def _tool_calls(where: str, raw: list[Any]) -> list[dict[str, Any]]:
@@ -85,8 +90,11 @@ def _tool_calls(where: str, raw: list[Any]) -> list[dict[str, Any]]:
             raise InvalidRequest(f'{place} must be an object of type "function" with a function', place)
         if not isinstance(function.get("name"), str):
             raise InvalidRequest(f"{place}.function.name must be a string", f"{place}.function.name")
-        kept = {"type": "function", "function": {**function, "arguments": _arguments(place, function)}}
-        calls.append({**call, **kept})
+        _check_names(place, call, "id", "type", "function", "index")
+        _check_names(f"{place}.function", function, "name", "arguments", "parsed_arguments")
+        its_id = {} if call.get("id") is None else {"id": call["id"]}
+        kept = {"name": function["name"], "arguments": _arguments(place, function)}
+        calls.append({**its_id, "type": "function", "function": kept})
     return calls
 
 
