@@ -134,8 +134,9 @@ def test_it_goes_with_what_else_bends_the_draw(llm: LLM) -> None:
 
 def test_a_request_for_which_nothing_is_left_ends_alone(llm: LLM) -> None:
     params = held(regex="ab+", allowed_token_ids=[spell(llm, "a"), 2])
-    with pytest.raises(InvalidRequest, match="leave no token"):
+    with pytest.raises(InvalidRequest, match="leave no token") as caught:
         llm.generate("x", params)
+    assert caught.value.param == "structured_outputs"
     beside = [held(seed, regex="[a-z]{30}") for seed in range(6)]
     alone = [llm.generate("y", its)[0].text for its in beside]
     stream = llm.stream("x", params)

@@ -146,7 +146,8 @@ def test_rows_with_nothing_left_are_told_apart() -> None:
     verdicts = table.verdict(0), table.verdict(1), table.verdict(2)
     assert verdicts[0] is None
     assert verdicts[1] is not None
-    assert verdicts[1].endswith("followed further: too many states")
-    assert verdicts[2] == NOTHING_LEFT
+    assert verdicts[1].param == "structured_outputs"
+    assert verdicts[1].message.endswith("followed further: too many states")
+    assert str(verdicts[2]) == NOTHING_LEFT
     table.open([opening(0, 4)])
-    assert table.verdict(0) == NOTHING_LEFT
+    assert str(table.verdict(0)) == NOTHING_LEFT

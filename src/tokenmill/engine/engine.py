@@ -19,6 +19,7 @@ from tokenmill.engine.graphs import CaptureBudget, DecodeGraphs, Draw, room
 from tokenmill.engine.kv_pool import DeviceState, allocate
 from tokenmill.engine.mixed import MixedGraphs, MixedSize
 from tokenmill.engine.wishes import Pools, Wanted, WishBook
+from tokenmill.errors import InvalidRequest
 from tokenmill.layers.batch import ForwardBatch
 from tokenmill.models.base import CausalLM
 from tokenmill.ops.api import Hidden, Ops
@@ -54,7 +55,7 @@ class Handle:
     pending: Pending
     places: list[int] | None
     wanted: Wanted | None
-    verdict: Callable[[int], str | None]
+    verdict: Callable[[int], InvalidRequest | None]
 
     def wait(self) -> StepResult:
         """Block until the step is done."""

@@ -10,12 +10,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tokenmill.errors import InvalidRequest
 from tokenmill.sampling.adjust import FORBIDDEN, Upload
 from tokenmill.sampling.batch import Opening
 from tokenmill.types import StructuredOutputs
 
 NO_ID = -1  # in place of an id, where there is none to draw
-NOTHING_LEFT = "structured_outputs and allowed_token_ids leave no token that could come next"
+NOTHING_LEFT = "the grammar and allowed_token_ids leave no token that could come next"
 
 
 class Matcher(Protocol):
@@ -77,7 +78,7 @@ class GrammarTable:
         self._upload, self._fetch, self._source = upload, fetch, source
         self._slots: dict[int, _Slot] = {}
         self._drawn: tuple[Fetched, list[tuple[int, _Slot]]] | None = None  # not looked at yet
-        self._verdicts: dict[int, str | None] = {}
+        self._verdicts: dict[int, InvalidRequest | None] = {}
 
     def open(self, openings: Iterable[Opening]) -> None:
         """Requests take slots; what was there before is forgotten."""
@@ -95,9 +96,10 @@ class GrammarTable:
         """Whether any of these slots has a grammar."""
         return bool(self._slots) and not self._slots.keys().isdisjoint(slots)
 
-    def verdict(self, slot: int) -> str | None:
+    def verdict(self, slot: int) -> InvalidRequest | None:
         """Why a step had no id for the slot; None: its output is complete. Stays until the slot is opened again."""
-        return self._verdicts.get(slot, NOTHING_LEFT)
+        param = self._slots[slot].wanted.param if slot in self._slots else None
+        return self._verdicts.get(slot, InvalidRequest(NOTHING_LEFT, param))
 
     def mask(self, logits: Tensor, slots: Sequence[int]) -> Tensor:
         """Forbid in place what the grammars do not allow, except in rows where nothing is left.
@@ -144,7 +146,9 @@ class GrammarTable:
         if its.matcher.is_error():
             mask[:] = bytes(len(mask))
             words = its.matcher.get_error().partition("\n")[0]
-            self._verdicts.setdefault(slot, f"structured_outputs: the grammar cannot be followed further: {words}")
+            param = its.wanted.param
+            error = InvalidRequest(f"{param}: the grammar cannot be followed further: {words}", param)
+            self._verdicts.setdefault(slot, error)
             return
         ends = [end for end in self._source.end_ids if mask[end >> 3] >> (end & 7) & 1]
         if ends:

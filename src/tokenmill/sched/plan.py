@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from tokenmill.errors import InvalidRequest
 from tokenmill.types import FinishReason, SamplingParams
 
 
@@ -101,7 +102,7 @@ class StepResult:
     logprobs: Mapping[int, bytes] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, tuple[int, bytes]] = field(default_factory=dict)
     embeddings: Mapping[int, bytes] = field(default_factory=dict)
-    endings: Mapping[int, str | None] = field(default_factory=dict)
+    endings: Mapping[int, InvalidRequest | None] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -117,14 +118,14 @@ class Outcome:
 class Ending:
     """Why a request ended; `token` is the id that stopped it, if one did, and `is_end_id` if it was the model's own.
 
-    With FinishReason.ERROR, `words` tell what was wrong with the request.
+    With FinishReason.ERROR, `error` tells what was wrong with the request.
     """
 
     uid: int
     reason: FinishReason
     token: int | None = None
     is_end_id: bool = False
-    words: str | None = None
+    error: InvalidRequest | None = None
 
 
 @dataclass(slots=True)

@@ -162,9 +162,9 @@ class Scheduler:
                 if row.is_sampled:
                     del computing[row.uid]
             if row.uid in result.endings:
-                words = result.endings[row.uid]
-                reason = FinishReason.STOP if words is None else FinishReason.ERROR
-                outcome.finished.append(Ending(row.uid, reason, words=words))
+                error = result.endings[row.uid]
+                reason = FinishReason.STOP if error is None else FinishReason.ERROR
+                outcome.finished.append(Ending(row.uid, reason, error=error))
                 self._end(request)
             elif row.is_sampled:
                 request.token_ids.append(token)

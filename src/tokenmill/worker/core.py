@@ -10,7 +10,7 @@ import msgspec
 
 from tokenmill.clock import milliseconds
 from tokenmill.config import ResolvedConfig
-from tokenmill.errors import DeadlinePassed, InvalidRequest, RanksDisagree, TokenmillError
+from tokenmill.errors import DeadlinePassed, RanksDisagree, TokenmillError
 from tokenmill.sched.pace import Pace
 from tokenmill.sched.plan import Ending, Outcome, StepPlan, StepResult
 from tokenmill.sched.request import Request
@@ -193,7 +193,7 @@ def _finishes(endings: Iterable[Ending]) -> list[wire.Finish]:
             reason=ending.reason,
             is_stop_token=ending.token is not None,
             stop_token=None if ending.is_end_id else ending.token,
-            error=None if ending.words is None else wire.error_info(InvalidRequest(ending.words)),
+            error=None if ending.error is None else wire.error_info(ending.error),
         )
         for ending in endings
     ]
