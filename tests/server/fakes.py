@@ -100,7 +100,8 @@ class FakeTokenizer:
         ids = unpack_ids(job.token_ids) if job.token_ids is not None else [ord(mark) for mark in text or ""]
         left = MAX_MODEL_LEN - len(ids)
         if text in ("REFUSE", "TOO_LONG") or not _is_text(ids) or (job.params.max_tokens or 1) > left:
-            self._server.send(Refused(job.uids, ErrorInfo(f"refused: {text}", "BadRequestError", 400, "prompt")))
+            param = "messages" if job.chat else "prompt"
+            self._server.send(Refused(job.uids, ErrorInfo(f"refused: {text}", "BadRequestError", 400, param)))
             return
         for choice, uid in enumerate(job.uids):
             params = job.params.for_choice(choice)

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.server.site import Site
+from tests.server.site import Site, error_of
 from tests.server.speaking import GOOD, OTHER, SAID, Speaking
 from tokenmill.errors import InvalidRequest
+from tokenmill.server.errors import renamed
 from tokenmill.server.protocol import GenerationRequest
 from tokenmill.server.responses import parse_responses
 from tokenmill.server.responses_fields import RESPONSE
@@ -189,3 +190,25 @@ def test_a_failure_in_mid_stream_is_the_last_event() -> None:
     assert last["response"]["error"] == {"code": "server_error", "message": "the model broke"}
     assert Site().post(PATH, input="BREAK").status_code == 500
     assert Site().post(PATH, input="REFUSE", stream=True).json()["error"]["code"] == 400
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"), [("/v1/responses", {"input": "REFUSE"}), ("/v1/embeddings", {"input": "REFUSE"})]
+)
+def test_what_another_process_refuses_has_the_name_of_the_request(
+    site: Site, path: str, fields: dict[str, Any]
+) -> None:
+    assert error_of(site.post(path, **fields))["param"] == "input"
+
+
+def test_names_of_fields_in_errors() -> None:
+    names = {"stop": "stop_sequences", "max_tokens": "max_output_tokens", "messages": "input"}
+    for message, param, told in (
+        ("stop must hold texts", "stop", "stop_sequences must hold texts"),
+        ("lower max_tokens", "max_tokens", "lower max_output_tokens"),
+        ("no messages fit", "messages[1].x", "no messages fit"),
+        ("max_tokens is not known", None, "max_tokens is not known"),
+    ):
+        error = renamed(InvalidRequest(message, param), names)
+        assert error.message == told
+    assert renamed(InvalidRequest("a", "messages[1].x"), names).param == "input[1].x"

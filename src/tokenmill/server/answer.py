@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from tokenmill.errors import TokenmillError
 from tokenmill.server.client import EngineClient
-from tokenmill.server.errors import ClientLeft, json_response
+from tokenmill.server.errors import ClientLeft, json_response, renamed
 from tokenmill.server.generation import Generation
 from tokenmill.server.protocol import GenerationRequest
 from tokenmill.server.settings import AppSettings
@@ -66,6 +66,8 @@ class Answer(Response):
                 else:
                     body = await self._whole(generation)
                     await json_response(body, headers=self._extra_headers)(scope, receive, send)
+            except TokenmillError as error:
+                raise renamed(error, call.names)  # noqa: B904  (the same one)
             finally:
                 watcher.cancel()
 
@@ -90,7 +92,7 @@ class Answer(Response):
         except ClientLeft:
             return
         except TokenmillError as error:
-            last = shape.failure(error)
+            last = shape.failure(renamed(error, self._call.names))
         finally:
             beat.stop()
         await send_events(send, last, more=False)

@@ -61,6 +61,16 @@ class RouteError(TokenmillError):
         self.status, self.kind = status, KINDS.get(status, "BadRequestError")
 
 
+def renamed(error: TokenmillError, names: Mapping[str, str]) -> TokenmillError:
+    """The error, changed to tell of a field by the name that it has in the request's API."""
+    name, bracket, rest = (error.param or "").partition("[")
+    if name in names:
+        error.param = names[name] + bracket + rest
+        if "_" in name or error.message.startswith(name):  # other names are also plain words
+            error.message = error.message.replace(name, names[name], 1)
+    return error
+
+
 def error_object(error: TokenmillError) -> dict[str, Any]:
     """OpenAI's error object."""
     code = getattr(error, "code", error.status)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from tokenmill.errors import InvalidRequest, TokenmillError
-from tokenmill.server.errors import anthropic_error
+from tokenmill.server.errors import anthropic_error, renamed
 from tokenmill.server.fields import CHAT
 from tokenmill.server.generation import Generation
 from tokenmill.server.messages_fields import COUNT_TOKENS, MESSAGES
@@ -55,10 +56,9 @@ def parse_count(body: Json, dialect: Dialect) -> GenerationRequest:
 
 def _parse(body: Json, defaults: Mapping[str, Any], now: int, dialect: Dialect) -> GenerationRequest:
     try:
-        return parse_chat(_chat_body(body, dialect), defaults, now, dialect)
+        return replace(parse_chat(_chat_body(body, dialect), defaults, now, dialect), names=RENAMED)
     except InvalidRequest as error:
-        error.param = RENAMED.get(error.param or "", error.param)
-        raise
+        raise renamed(error, RENAMED) from None
 
 
 def _chat_body(body: Json, dialect: Dialect) -> Json:

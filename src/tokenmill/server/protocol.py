@@ -63,7 +63,10 @@ class VectorForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """A request that has passed every check that needs no tokenizer. `model` is None when the body names none."""
+    """A request that has passed every check that needs no tokenizer. `model` is None when the body names none.
+
+    `names` are those that its API has for fields which errors call otherwise.
+    """
 
     model: str | None
     prompts: list[Prompt]
@@ -77,6 +80,7 @@ class GenerationRequest:
     tools: ToolUse = NO_TOOLS
     shows_prompt_logprobs: bool = False
     vectors: VectorForm = VectorForm()
+    names: Mapping[str, str] = field(default_factory=dict)
     asked: Mapping[str, Any] = field(default_factory=dict, compare=False)  # the body, where answers tell it
 
 
@@ -135,7 +139,9 @@ def parse_embedding(pooling: Pooling, body: dict[str, Any], now: int = 0) -> Gen
     prompts = _prompts(fields.raw("input"), "input")
     vectors = VectorForm(fields.take("dimensions"), fields.take("encoding_format") == "base64")
     params = SamplingParams(max_tokens=0, temperature=0, pooling=pooling)
-    return GenerationRequest(prompts=prompts, params=params, vectors=vectors, **_shared(fields, now))
+    return GenerationRequest(
+        prompts=prompts, params=params, vectors=vectors, names={"prompt": "input"}, **_shared(fields, now)
+    )
 
 
 def parse_cache_call(body: dict[str, Any], verb: CacheVerb) -> tuple[CacheCall, Prompt | None]:

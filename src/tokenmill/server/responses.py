@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from tokenmill.errors import InvalidRequest, TokenmillError
+from tokenmill.server.errors import renamed
 from tokenmill.server.fields import CHAT
 from tokenmill.server.generation import Generation
 from tokenmill.server.logprobs import chat_logprobs
@@ -58,10 +59,8 @@ def parse_responses(
     try:
         call = parse_chat(_chat_body(body), defaults, now, dialect)
     except InvalidRequest as error:
-        name, dot, rest = (error.param or "").partition("[")
-        error.param = RENAMED.get(name, name) + dot + rest or None
-        raise
-    return replace(call, asked=body)
+        raise renamed(error, RENAMED) from None
+    return replace(call, asked=body, names=RENAMED)
 
 
 def _chat_body(body: Json) -> Json:
