@@ -23,7 +23,8 @@ ENDLESS: dict[str, Any] = {"prompt": "Once", "max_tokens": 30_000, "ignore_eos":
 
 @contextlib.contextmanager
 def running(server: Server, **fields: Any) -> Iterator[httpx.Response]:
-    """A stream that has its first token and does not end by itself."""
+    """A stream that has its first token and does not end by itself, when all that were before it have left."""
+    settled(server.pulse, lambda pulse: not pulse["running"] and not pulse["waiting"])
     with server.stream(PATH, **ENDLESS | fields) as response:
         lines = response.iter_lines()  # a generator that is dropped closes the response
         assert next(lines).startswith("data: ")

@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,10 @@ LIMITS = Limits(max_model_len=32, vocab_size=410)
 
 
 @pytest.fixture
-def stage(byte_tokenizer: Tokenizer) -> TokenizerStage:
-    return TokenizerStage(byte_tokenizer, ChatTemplate(CHATML), LIMITS)
+def stage(byte_tokenizer: Tokenizer) -> Iterator[TokenizerStage]:
+    made = TokenizerStage(byte_tokenizer, ChatTemplate(CHATML), LIMITS)
+    yield made
+    made.grammars.close()
 
 
 def job(uids: list[int] | None = None, **fields: Any) -> TokenizeJob:

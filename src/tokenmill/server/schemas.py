@@ -27,6 +27,8 @@ ANSWERS: Mapping[str, Schema] = {
     "/version": _all(version=TEXT),
     "/v1/requests/{request_id}/cancel": _all(id=TEXT, object=one_of("request.cancelled"), cancelled=whole(1)),
 }
+# Before OpenAPI 3.2 the schema of an event stream is taken as that of each event.
+EVENT = record(["data"], data=TEXT, event=TEXT)
 TOKENS = _all(count=COUNT, max_model_len=COUNT, tokens=array(COUNT), token_strs=nullable(array(TEXT)))
 
 
@@ -51,7 +53,7 @@ def api_body(path: str) -> dict[str, Any]:
     api = APIS[path]
     body = _body(api.request, api.example, next(iter(api.answers.values())).schema, api.error)
     if "stream" in api.request.fields:
-        body["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+        body["responses"]["200"]["content"]["text/event-stream"] = {"schema": EVENT}
     return body
 
 
