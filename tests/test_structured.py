@@ -171,13 +171,25 @@ def test_requests_do_not_wear_out_what_they_share(llm: LLM, monkeypatch: pytest.
         params = [held(seed, 90, regex=pattern, ignore_eos=True) for seed in range(6)]
         return [output.text for output in llm.generate(["x"] * 6, params, progress=False)]
 
-    llm.generate("x", SamplingParams(max_tokens=1))  # a step that another test left in flight is done after it
     monkeypatch.setattr(llm._matchers, "make", counted)
     before = texts("([ab]*a[ab]{14}c)*")
     assert made == [None] * 6
     monkeypatch.setitem(LIMITS, "max_lexer_states", 500)
     assert texts("(?:[ab]*a[ab]{14}c)*") == before  # the same, and not compiled yet
     assert 0 < sum(worn is not None for worn in made) < 60, made
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_steps_in_flight_do_not_follow_what_has_ended(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, ignore_eos: bool
+) -> None:
+    made: list[object] = []
+    make = llm._matchers.make
+    monkeypatch.setattr(llm._matchers, "make", lambda *its: made.append(its[1:]) or make(*its))
+    for _ in range(3):
+        assert llm.generate("x", held(regex="abc", ignore_eos=ignore_eos))[0].text == "abc"
+    llm.generate("x", SamplingParams(max_tokens=1))  # all steps before this one's have ended
+    assert made == [()] * 3
 
 
 def test_bad_grammars_are_refused_before_anything_runs(llm: LLM) -> None:

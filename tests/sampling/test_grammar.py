@@ -107,12 +107,18 @@ def test_matchers_follow_the_ids_of_their_slots() -> None:
     logits = torch.zeros(3, VOCAB)
     assert not table.mask(logits, [4, 1, 2]).any()
     assert left(logits) == [[3, 39], list(range(40)), [0, 39]]
-    table.advance(torch.tensor([3, 17, NO_ID]), [4, 1, 2])
+    table.advance(torch.tensor([39, 17, NO_ID]), [4, 1, 2])
     table.open([opening(2, 8)])  # another request: what the one before drew is not its own
     logits = torch.zeros(2, VOCAB)
     assert not table.mask(logits, [2, 4]).any()
     assert left(logits) == [[0, 39], [3, 4, 31, 39]]
-    assert [matcher.seen for matcher in source.made] == [[], [0, 39, 2, 3], []]
+    table.advance(torch.tensor([0, 31]), [2, 4])  # the last one ends
+    for _ in range(2):
+        logits = torch.zeros(2, VOCAB)
+        assert not table.mask(logits, [4, 2]).any()
+        assert left(logits)[0] == list(range(40))
+        table.advance(torch.tensor([5, 39]), [4, 2])
+    assert [matcher.seen for matcher in source.made] == [[], [0, 39, 2, 39, 31], [0, 39]]
 
 
 def test_a_matcher_that_others_wore_out_is_made_anew() -> None:

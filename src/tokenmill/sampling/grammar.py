@@ -55,13 +55,17 @@ class Fetched(Protocol):
 
 @dataclass(slots=True)
 class _Slot:
-    """A matcher and what it is made of: what it shares with others may be worn out by them, and is then replaced."""
+    """A matcher and what it is made of: what it shares with others may be worn out by them, and is then replaced.
+
+    With `has_ended`, its request drew an end id: what steps in flight draw for it is of no use.
+    """
 
     matcher: Matcher
     shared: object
     wanted: StructuredOutputs
     avoids_ends: bool
     ids: list[int]  # that the matcher has gone on by
+    has_ended: bool = False
 
 
 class GrammarTable:
@@ -112,14 +116,9 @@ class GrammarTable:
             [sampled] bool: the rows where nothing is left.
         """
         if self._drawn is not None:
-            fetched, followers = self._drawn
-            ids = fetched.wait()
-            for place, its in followers:
-                if ids[place] != NO_ID:
-                    its.ids.append(ids[place])
-                    its.matcher.consume_tokens([ids[place]])
+            self._follow(*self._drawn)
             self._drawn = None
-        places = [place for place, slot in enumerate(slots) if slot in self._slots]
+        places = [place for place, _ in self._find(slots)]
         masks = array("i", bytes(4 * self._num_words * len(places)))
         start, length = masks.buffer_info()[0], 4 * self._num_words
         bits = memoryview(masks).cast("B")
@@ -131,8 +130,19 @@ class GrammarTable:
 
     def advance(self, drawn: Tensor, slots: Sequence[int]) -> None:
         """Take in the ids [sampled] int64 that were drawn, or NO_ID, on the device."""
-        followers = [(place, self._slots[slot]) for place, slot in enumerate(slots) if slot in self._slots]
-        self._drawn = self._fetch(drawn), followers
+        self._drawn = self._fetch(drawn), self._find(slots)
+
+    def _find(self, slots: Sequence[int]) -> list[tuple[int, _Slot]]:
+        return [(place, its) for place, its in enumerate(map(self._slots.get, slots)) if its and not its.has_ended]
+
+    def _follow(self, fetched: Fetched, followers: list[tuple[int, _Slot]]) -> None:
+        assert self._source is not None
+        ids = fetched.wait()
+        for place, its in followers:
+            if ids[place] != NO_ID:
+                its.ids.append(ids[place])
+                its.matcher.consume_tokens([ids[place]])
+                its.has_ended = its.has_ended or ids[place] in self._source.end_ids
 
     def _fill(self, slot: int, mask: memoryview, address: int) -> None:
         """Write the slot's mask; without end ids where they are to be avoided and something else may come."""
