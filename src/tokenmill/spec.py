@@ -34,6 +34,24 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """Mixture of experts in place of the gated MLP, in all layers but `dense_layers`.
+
+    A token's experts are the `num_chosen` with the greatest router scores. Their weights are the softmax of all scores,
+    or with `is_renormalised` that of the chosen ones' alone (which is also softmax, choice, division by the sum). Every
+    token has a shared expert too if `shared_size` is not 0, whose output may be gated.
+    """
+
+    num_experts: int
+    num_chosen: int
+    size: int  # inner dimensions of an expert
+    is_renormalised: bool = True
+    shared_size: int = 0
+    has_shared_gate: bool = False
+    dense_layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """Shape of a decoder-only transformer; everything that `models` needs besides the weights."""
 
@@ -54,6 +72,17 @@ class ModelSpec:
     mlp_bias: bool = False
     qk_norm: bool = False
     activation: Literal["silu"] = "silu"
+    experts: ExpertsSpec | None = None
+
+    def experts_of(self, layer: int) -> ExpertsSpec | None:
+        """The experts of layer number `layer`; None: it is dense."""
+        return None if self.experts is None or layer in self.experts.dense_layers else self.experts
+
+    @property
+    def num_telling_layers(self) -> int:
+        """How many of the first layers show all kinds of layers that there are."""
+        kinds = [self.experts_of(layer) is None for layer in range(self.num_layers)]
+        return 1 + max(kinds.index(kind) for kind in set(kinds))
 
     def kv_bytes_per_token(self, element_size: int) -> int:
         """Bytes of K and V that one token takes over all layers."""

@@ -1,9 +1,9 @@
 """Kernels compiled before they are needed, in the process that `warm_up` starts.
 
-An engine of one layer without memory ("meta" tensors have a shape only) launches steps of every kind. Triton's hook for
-kernels that are not loaded keeps them from being launched and notes them; then a forked process compiles each, and the
-C code that launches it, into Triton's cache folder. So no kernel is listed anywhere: what the engine would launch is
-what is compiled. None of these processes uses the GPU.
+An engine of a few layers without memory ("meta" tensors have a shape only) launches steps of every kind. Triton's hook
+for kernels that are not loaded keeps them from being launched and notes them; then a forked process compiles each, and
+the C code that launches it, into Triton's cache folder. So no kernel is listed anywhere: what the engine would launch
+is what is compiled. None of these processes uses the GPU.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class Rehearsal:
 
     def launch(self) -> Iterator[None]:
         """Launch the steps of a first request, then those of every kind; yields after each of the two."""
-        spec, config = replace(self.spec, num_layers=1), replace(self.config, debug_checks=False)
+        spec = replace(self.spec, num_layers=self.spec.num_telling_layers)
+        config = replace(self.config, debug_checks=False)
         model, _ = build_model(spec, getattr(torch, config.dtype), self.group, self.attention, self.ops, META)
         may_capture = threading.Event()
         engine = ModelEngine(model, self.ops, self.attention, config, _MetaDevice(), may_capture=may_capture.is_set)

@@ -11,6 +11,7 @@ from tokenmill.layers.attention import Attention, AttentionNames
 from tokenmill.layers.batch import ForwardBatch
 from tokenmill.layers.build import Build, Source, Sources
 from tokenmill.layers.mlp import GatedMLP, MLPNames
+from tokenmill.layers.moe import ExpertNames, MixtureOfExperts
 from tokenmill.layers.norm import RMSNorm
 from tokenmill.layers.rope import RotaryEmbedding
 from tokenmill.layers.vocabulary import VocabularyMatrix
@@ -31,6 +32,7 @@ class DecoderNames:
     mlp: MLPNames
     final_norm: str
     output: str
+    experts: ExpertNames
 
 
 class Decoder:
@@ -44,7 +46,8 @@ class Decoder:
         self._output = self._embedding if spec.tie_embeddings else VocabularyMatrix(build)
         self._rope = RotaryEmbedding(spec, build.ops, build.device)
         self._attentions = [Attention(build, layer) for layer in range(spec.num_layers)]
-        self._mlps = [GatedMLP(build) for _ in range(spec.num_layers)]
+        each = map(spec.experts_of, range(spec.num_layers))
+        self._mlps = [MixtureOfExperts(build, experts) if experts else GatedMLP(build) for experts in each]
         self._attention_norms = [RMSNorm(build, spec.hidden_size) for _ in range(spec.num_layers)]
         self._mlp_norms = [RMSNorm(build, spec.hidden_size) for _ in range(spec.num_layers)]
         self._final_norm = RMSNorm(build, spec.hidden_size)
@@ -91,11 +94,12 @@ class Decoder:
         if not self._spec.tie_embeddings:
             found |= self._output.sources(names.output)
         for layer in range(self._spec.num_layers):
+            mlp = self._mlps[layer]
             own: dict[str, Source] = {
                 **self._attention_norms[layer].sources(names.attention_norm),
                 **self._attentions[layer].sources(names.attention),
                 **self._mlp_norms[layer].sources(names.mlp_norm),
-                **self._mlps[layer].sources(names.mlp),
+                **(mlp.sources(names.mlp) if isinstance(mlp, GatedMLP) else mlp.sources(names.experts)),
             }
             found |= {f"{names.layer}.{layer}.{name}": source for name, source in own.items()}
         return found

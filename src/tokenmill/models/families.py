@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from tokenmill.layers.attention import AttentionNames
 from tokenmill.layers.mlp import MLPNames
+from tokenmill.layers.moe import ExpertNames
 from tokenmill.models.decoder import DecoderNames
 
 LLAMA = DecoderNames(
@@ -18,5 +20,11 @@ LLAMA = DecoderNames(
     mlp=MLPNames("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
     final_norm="model.norm",
     output="lm_head",
+    experts=ExpertNames("mlp.gate", "mlp.experts", MLPNames("gate_proj", "up_proj", "down_proj")),
 )
-FAMILIES: Mapping[str, DecoderNames] = MappingProxyType({"llama": LLAMA, "qwen3": LLAMA})
+MIXTRAL = replace(
+    LLAMA, experts=ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", MLPNames("w1", "w3", "w2"))
+)
+FAMILIES: Mapping[str, DecoderNames] = MappingProxyType(
+    {"llama": LLAMA, "qwen3": LLAMA, "qwen3_moe": LLAMA, "mixtral": MIXTRAL}
+)

@@ -41,6 +41,17 @@ class Hidden:
     parts: Tensor | None = None  # [parts, tokens, hidden] float32
 
 
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """One layer's experts, or one rank's part of them. `counters` are zero between two calls."""
+
+    gate_up: Tensor  # [experts, 2 * inner, hidden]: each expert's gate, then its up
+    down: Tensor  # [experts, hidden, inner]
+    counters: Tensor  # [experts + 1] int32
+    num_chosen: int
+    is_renormalised: bool  # the chosen experts' weights sum to 1
+
+
 class Ops(Protocol):
     """Leaf compute. Results have the type of the first argument; sums are taken in float32 or wider."""
 
@@ -80,6 +91,16 @@ class Ops(Protocol):
 
     def add_linear(self, hidden: Hidden, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
         """Add `linear(x, weight, bias)` to the hidden state, whose value may be overwritten."""
+
+    def normed(self, hidden: Hidden, norm: Norm) -> Tensor:
+        """`rms_norm` of the hidden state, which is settled in passing."""
+
+    def add_experts(self, hidden: Hidden, x: Tensor, router: Tensor, experts: Experts) -> None:
+        """Add what the chosen experts make of each token to the hidden state, whose value may be overwritten.
+
+        The experts with the greatest scores are chosen, x [tokens, hidden] @ router [experts, hidden] transposed. Each
+        makes down @ (silu(gate @ x) * (up @ x)), which is weighted by the softmax of the scores (Shazeer et al. 2017).
+        """
 
     def settle(self, hidden: Hidden) -> Tensor:
         """Add the parts of a hidden state; its value [tokens, hidden]."""

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokenmill.ops.api import HeadNorms, Hidden, Norm, Rotation
+from tokenmill.ops.api import Experts, HeadNorms, Hidden, Norm, Rotation
 
 
 class ReferenceOps:
@@ -36,7 +36,7 @@ class ReferenceOps:
 
     def normed_linear(self, hidden: Hidden, weight: Tensor, bias: Tensor | None = None, *, norm: Norm) -> Tensor:
         """See `Ops.normed_linear`."""
-        return F.linear(self.rms_norm(self.settle(hidden), norm), weight, bias)
+        return F.linear(self.normed(hidden, norm), weight, bias)
 
     def gated_linear(self, hidden: Hidden, weight: Tensor, bias: Tensor | None = None, *, norm: Norm) -> Tensor:
         """See `Ops.gated_linear`."""
@@ -46,6 +46,23 @@ class ReferenceOps:
     def add_linear(self, hidden: Hidden, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
         """See `Ops.add_linear`."""
         hidden.value = F.linear(x, weight, bias).add_(self.settle(hidden))
+
+    def normed(self, hidden: Hidden, norm: Norm) -> Tensor:
+        """See `Ops.normed`."""
+        return self.rms_norm(self.settle(hidden), norm)
+
+    def add_experts(self, hidden: Hidden, x: Tensor, router: Tensor, experts: Experts) -> None:
+        """See `Ops.add_experts`: one product for each expert that has tokens, over all of them."""
+        weights, chosen = choose_experts(F.linear(x, router), experts)
+        order = chosen.flatten().argsort(stable=True)  # [tokens * chosen], by expert
+        counts = chosen.flatten().bincount(minlength=len(router)).tolist()
+        outputs = x.new_empty(len(order), x.shape[1])
+        for expert, places in enumerate(order.split_with_sizes(counts)):
+            if len(places):
+                gate, up = F.linear(x[places // experts.num_chosen], experts.gate_up[expert]).chunk(2, dim=-1)
+                outputs[places] = F.linear(F.silu(gate).mul_(up), experts.down[expert])
+        parts = outputs.view(len(x), experts.num_chosen, -1) * weights.unsqueeze(2)  # float32
+        hidden.value = parts.sum(1).add_(self.settle(hidden)).to(x.dtype)
 
     def settle(self, hidden: Hidden) -> Tensor:
         """See `Ops.settle`; these operations leave no parts."""
@@ -79,6 +96,12 @@ class ReferenceOps:
         keys.index_copy_(0, kv_slots, key)
         values.index_copy_(0, kv_slots, value)
         return query
+
+
+def choose_experts(scores: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
+    """Weights, float32, and numbers of each token's experts [tokens, chosen], of scores [tokens, experts]."""
+    weights, chosen = scores.float().softmax(-1).topk(experts.num_chosen)
+    return weights / weights.sum(-1, keepdim=True) if experts.is_renormalised else weights, chosen
 
 
 def kv_slots_of(slots: Tensor, positions: Tensor, page_table: Tensor, page_size: int) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from tokenmill.errors import ModelUnreadable
-from tokenmill.spec import ModelSpec, RopeKind, RopeSpec
+from tokenmill.spec import ExpertsSpec, ModelSpec, RopeKind, RopeSpec
 from tokenmill.weights.fields import Fields
 
 ARCHITECTURES: Mapping[str, str] = {
@@ -14,7 +14,10 @@ ARCHITECTURES: Mapping[str, str] = {
     "MistralForCausalLM": "llama",
     "SmolLMForCausalLM": "llama",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "MixtralForCausalLM": "mixtral",
 }
+EXPERT_FAMILIES = ("qwen3_moe", "mixtral")
 MOST_POSITIONS = 2**31 - 1
 
 
@@ -58,8 +61,9 @@ def spec_from_config(config: Mapping[str, Any], where: str) -> ModelSpec:
             tie_embeddings=fields.flag("tie_word_embeddings"),
             attention_bias=attention_bias,
             attention_output_bias=attention_bias,
-            qk_norm=family == "qwen3",
+            qk_norm=family in ("qwen3", "qwen3_moe"),
             mlp_bias=fields.flag("mlp_bias"),
+            experts=_experts(fields, family) if family in EXPERT_FAMILIES else None,
         ),
         where,
     )
@@ -74,6 +78,9 @@ def check_spec(spec: ModelSpec, where: str) -> ModelSpec:
         raise ModelUnreadable(f"{where}: {rotary_dim} rotary dimensions do not fit heads of {spec.head_dim}")
     if spec.rope.theta <= 1 or spec.rope.factor <= 0:
         raise ModelUnreadable(f"{where}: rope base {spec.rope.theta} with factor {spec.rope.factor} cannot work")
+    if spec.experts is not None and spec.experts.num_chosen > spec.experts.num_experts:
+        chosen, there_are = spec.experts.num_chosen, spec.experts.num_experts
+        raise ModelUnreadable(f"{where}: a token cannot have {chosen} experts of {there_are}")
     factors = spec.rope.frequency_factors
     if factors is not None and (len(factors) != rotary_dim // 2 or min(factors) <= 0):
         raise ModelUnreadable(f"{where}: {len(factors)} rope factors for {rotary_dim // 2} pairs of dimensions")
@@ -88,6 +95,22 @@ def _family(config: Mapping[str, Any], where: str) -> str:
         known = ", ".join(ARCHITECTURES)
         raise ModelUnreadable(f"{where}: architecture {architecture} is not supported; known: {known}")
     return family
+
+
+def _experts(fields: Fields, family: str) -> ExpertsSpec:
+    is_mixtral = family == "mixtral"
+    key = "num_experts" if fields.has("num_experts") else "num_local_experts"
+    step, dense = fields.whole("decoder_sparse_step", 1), fields.values.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        raise ModelUnreadable(f"{fields.where}: mlp_only_layers must be a list, not {dense!r}")
+    layers = range(fields.whole("num_hidden_layers"))
+    return ExpertsSpec(
+        num_experts=fields.whole(key),
+        num_chosen=fields.whole("num_experts_per_tok"),
+        size=fields.whole("intermediate_size" if is_mixtral else "moe_intermediate_size"),
+        is_renormalised=is_mixtral or fields.flag("norm_topk_prob"),
+        dense_layers=tuple(layer for layer in layers if layer in dense or (layer + 1) % step),
+    )
 
 
 def _rope(fields: Fields, head_dim: int, max_position: int) -> RopeSpec:

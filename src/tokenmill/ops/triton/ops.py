@@ -8,7 +8,8 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokenmill.ops.api import HeadNorms, Hidden, Norm, Rotation
+from tokenmill.ops.api import Experts, HeadNorms, Hidden, Norm, Rotation
+from tokenmill.ops.reference import ReferenceOps
 from tokenmill.ops.triton.activation import silu_and_mul
 from tokenmill.ops.triton.gemv import GEMV_ROWS, choose_gemv, gemv
 from tokenmill.ops.triton.inputs import make_rotation, stage_tokens
@@ -50,13 +51,13 @@ class TritonOps:
     def normed_linear(self, hidden: Hidden, weight: Tensor, bias: Tensor | None = None, *, norm: Norm) -> Tensor:
         """See `Ops.normed_linear`."""
         fused = self._fused(hidden, weight, bias, norm=norm)
-        return F.linear(self._normed(hidden, norm), weight, bias) if fused is None else fused
+        return F.linear(self.normed(hidden, norm), weight, bias) if fused is None else fused
 
     def gated_linear(self, hidden: Hidden, weight: Tensor, bias: Tensor | None = None, *, norm: Norm) -> Tensor:
         """See `Ops.gated_linear`."""
         fused = self._fused(hidden, weight, bias, norm=norm, is_gated=True)
         if fused is None:
-            joined = F.linear(self._normed(hidden, norm), weight, bias)
+            joined = F.linear(self.normed(hidden, norm), weight, bias)
             return silu_and_mul(joined, pdl=self._uses_pdl(joined))
         return fused
 
@@ -72,6 +73,11 @@ class TritonOps:
             value.addmm_(x, weight.t())
         else:
             value.add_(F.linear(x, weight, bias))
+
+    def add_experts(self, hidden: Hidden, x: Tensor, router: Tensor, experts: Experts) -> None:
+        """See `Ops.add_experts`."""
+        self.settle(hidden)
+        ReferenceOps().add_experts(hidden, x, router, experts)
 
     def settle(self, hidden: Hidden) -> Tensor:
         """See `Ops.settle`."""
@@ -122,12 +128,13 @@ class TritonOps:
                 return None
             compute = partial(product, config=config)
             if isinstance(x, Hidden) and norm is not None and (x.parts is not None or not config.fuses_norm(inputs)):
-                value, norm = self._normed(x, norm), None
+                value, norm = self.normed(x, norm), None
         norm_weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         options = {"norm_weight": norm_weight, "eps": eps, "residual": residual, "is_gated": is_gated}
         return compute(value.contiguous(), weight, bias=bias, pdl=self._uses_pdl(value), **options)
 
-    def _normed(self, hidden: Hidden, norm: Norm) -> Tensor:
+    def normed(self, hidden: Hidden, norm: Norm) -> Tensor:
+        """See `Ops.normed`."""
         value, parts, hidden.parts = hidden.value, hidden.parts, None
         return rms_norm(value, norm.weight, norm.eps, parts=parts, pdl=self._uses_pdl(value))
 
