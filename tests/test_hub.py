@@ -376,6 +376,11 @@ class TestHub:
         assert calls[0]["allow_patterns"] == ["q.Q4_0.gguf"]
         assert calls[0]["revision"] is None
 
+    def test_all_parts_of_a_split_gguf(self, calls: list[dict[str, Any]], tmp_path: Path) -> None:
+        (tmp_path / "q-00001-of-00002.gguf").write_bytes(b"GGUF")
+        assert resolve_model("org/model:q-00001-of-00002.gguf") == tmp_path / "q-00001-of-00002.gguf"
+        assert calls[0]["allow_patterns"] == ["q-*-of-00002.gguf"]
+
     def test_gguf_that_is_not_there(self, calls: list[dict[str, Any]]) -> None:
         with pytest.raises(ModelNotFound, match=r"org/name has no file q\.gguf"):
             resolve_model("org/name:q.gguf")

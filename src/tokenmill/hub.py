@@ -25,6 +25,7 @@ from tokenmill.errors import ModelNotFound, ModelUnreadable, TokenmillError
 
 CHUNK = 1 << 20
 HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+?)(?:@(?P<revision>[^:@]+))?(?::(?P<file>[^:@]+\.gguf))?")
+GGUF_PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 HUB_EXCLUDED = ("*/*", "consolidated*")
 
@@ -245,7 +246,8 @@ def _from_hub(repo: str, revision: str | None, file: str | None) -> Path:
     from huggingface_hub import errors, snapshot_download
 
     named = repo if revision is None else f"{repo}@{revision}"
-    allowed, ignored = ([file], None) if file else (list(HUB_PATTERNS), list(HUB_EXCLUDED))
+    parts = GGUF_PART.sub(r"-*-of-\1.gguf", file) if file else None
+    allowed, ignored = ([parts], None) if parts else (list(HUB_PATTERNS), list(HUB_EXCLUDED))
     try:
         folder = Path(snapshot_download(repo, revision=revision, allow_patterns=allowed, ignore_patterns=ignored))
     except errors.GatedRepoError as error:

@@ -12,6 +12,7 @@ from tests.weights.gguf_files import SIZES, read_all, write_gguf, write_raw
 from tokenmill.errors import ModelUnreadable
 from tokenmill.spec import RopeSpec
 from tokenmill.weights.checkpoint import open_checkpoint
+from tokenmill.weights.gguf_config import ARCHITECTURES
 from tokenmill.weights.gguf_file import FLOATS, QUANTISED, hugging_face_name
 
 
@@ -72,8 +73,11 @@ def test_no_output_tensor_means_tied(tmp_path: Path) -> None:
     ("keys", "expected"),
     [
         ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, RopeSpec()),
-        ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, RopeSpec(kind="linear", factor=4.0)),
-        ({"rope.scale_linear": 2.0}, RopeSpec(kind="linear", factor=2.0)),
+        (
+            {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
+            RopeSpec(kind="linear", factor=4.0, original_max_position=128),
+        ),
+        ({"rope.scale_linear": 2.0}, RopeSpec(kind="linear", factor=2.0, original_max_position=128)),
         (
             {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32},
             RopeSpec(kind="yarn", factor=4.0, original_max_position=32, attention_factor=0.1 * math.log(4) + 1),
@@ -105,7 +109,7 @@ def test_rope_factors_are_read_into_the_spec(tmp_path: Path) -> None:
         ({"metadata": {"attention.head_count": None}}, "does not say attention.head_count"),
         ({"metadata": {"attention.head_count_kv": 3}}, "4 heads cannot share 3 K/V heads"),
         ({"metadata": {"vocab_size": 41}}, "vocab_size contradicts its 40 token vectors"),
-        ({"metadata": {"expert_count": 8}}, "experts"),
+        ({"metadata": {"expert_shared_count": 1}}, "expert_shared_count 1 is not supported"),
         ({"metadata": {"rope.scaling.type": "longrope", "rope.scaling.factor": 2.0}}, "'longrope' is not supported"),
         ({"metadata": {"attention.value_length": 8}}, "different sizes"),
         ({"metadata": {"block_count": "two"}}, "block_count must be a number, not 'two'"),
@@ -139,6 +143,7 @@ def test_truncated_files(tmp_path: Path, share: float) -> None:
 
 
 def test_unknown_names_stay_as_they_are() -> None:
-    assert hugging_face_name("blk.12.ffn_up.bias") == "model.layers.12.mlp.up_proj.bias"
-    assert hugging_face_name("output.weight") == "lm_head.weight"
-    assert hugging_face_name("blk.0.ffn_gate_exps.weight") == "blk.0.ffn_gate_exps.weight"
+    llama = ARCHITECTURES["llama"]
+    assert hugging_face_name("blk.12.ffn_up.bias", llama) == "model.layers.12.mlp.up_proj.bias"
+    assert hugging_face_name("output.weight", llama) == "lm_head.weight"
+    assert hugging_face_name("blk.0.ffn_gate_inp_shexp.weight", llama) == "blk.0.ffn_gate_inp_shexp.weight"

@@ -55,5 +55,5 @@ class WeightSource(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The tensors' shapes, in the order in which they lie in the file."""
 
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows start .. stop - 1 of a tensor, [rows, ...] of a floating type."""
+    def read(self, name: str, start: int, stop: int, *, is_pinned: bool = False) -> Tensor:
+        """Rows start .. stop - 1 of a tensor, [rows, ...] of a floating type; called by several threads."""

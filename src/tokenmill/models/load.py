@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -18,7 +20,9 @@ from tokenmill.ops.select import make_ops
 from tokenmill.parallel.group import Group
 from tokenmill.spec import ModelSpec
 
-BLOCK_ELEMENTS = 2**21  # of a tensor held expanded at a time
+BLOCK_ELEMENTS = 2**20  # of a tensor held expanded at a time, by each reader
+READERS = 8
+TASK_BLOCKS = 16
 NAMES_SHOWN = 5
 HARMLESS_ENDINGS = ("rotary_emb.inv_freq",)
 
@@ -32,9 +36,10 @@ def load_model(
     ops: Ops | None = None,
     device: torch.device | None = None,
 ) -> CausalLM:
-    """The model of a checkpoint with its weights, of which each rank of `group` reads its part.
+    """The model of a checkpoint with its weights, of which each rank of `group` reads its rows.
 
-    Besides the model itself only a few rows of one tensor are in memory at a time.
+    Up to 8 threads read, and copy to the device at once: besides the model itself each holds 2**20 numbers, in all
+    at most about 128 MiB of host memory.
 
     Raises:
         ModelUnreadable: unknown family; tensors missing, unexpected, of the wrong shape, or unreadable.
@@ -51,9 +56,7 @@ def load_model(
     except (RuntimeError, MemoryError) as error:
         size = sum(source.target.nbytes for source in planned.values())
         raise StartFailed(f"no memory for the model's {size / 2**30:.1f} GiB: free some, or take a smaller") from error
-    for name in checkpoint.shapes:
-        if name in sources:
-            _fill(sources[name], name, checkpoint)
+    _fill(sources, checkpoint, is_pinned=device is not None and device.type == "cuda")
     return model
 
 
@@ -128,12 +131,27 @@ def _some(names: Iterable[str]) -> str:
     return ", ".join(listed[:NAMES_SHOWN]) + more
 
 
-def _fill(source: Source, name: str, checkpoint: WeightSource) -> None:
-    rows, columns = source.rows, source.columns
-    step = max(1, BLOCK_ELEMENTS // math.prod(source.shape[1:]))
-    for start in range(rows.start, rows.stop, step):
-        stop = min(start + step, rows.stop)
-        block = checkpoint.read(name, start, stop)
-        if columns is not None:
-            block = block[:, columns.start : columns.stop]
-        source.target[start - rows.start : stop - rows.start].copy_(block)
+def _fill(sources: Sources, checkpoint: WeightSource, *, is_pinned: bool) -> None:
+    def read(name: str, source: Source, start: int, stop: int) -> None:
+        columns, first = source.columns, source.rows.start
+        with torch.inference_mode():  # a thread has a mode of its own
+            for at in range(start, stop, block := _block_rows(source)):
+                end = min(at + block, stop)
+                rows = checkpoint.read(name, at, end, is_pinned=is_pinned and columns is None)
+                part = rows if columns is None else rows[:, columns.start : columns.stop]
+                source.target[at - first : end - first].copy_(part)
+
+    tasks = [
+        (name, source, start, min(start + step, source.rows.stop))
+        for name in checkpoint.shapes  # in the order of the files
+        if (source := sources.get(name)) is not None and (step := TASK_BLOCKS * _block_rows(source))
+        for start in range(source.rows.start, source.rows.stop, step)
+    ]
+    readers = min(READERS, os.cpu_count() or 1)
+    with ThreadPoolExecutor(readers, "weights", torch.set_num_threads, (1,)) as pool:
+        for _ in pool.map(read, *zip(*tasks, strict=True)):  # what fails first ends the rest
+            pass
+
+
+def _block_rows(source: Source) -> int:
+    return max(1, BLOCK_ELEMENTS // math.prod(source.shape[1:]))

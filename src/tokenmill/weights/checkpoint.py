@@ -31,12 +31,14 @@ class Checkpoint:
         """The tensors' shapes."""
         return {name: tensor.shape for name, tensor in self.stored.items()}
 
-    def read(self, name: str, start: int, stop: int) -> Tensor:
+    def read(self, name: str, start: int, stop: int, *, is_pinned: bool = False) -> Tensor:
         """Rows start .. stop - 1 of a tensor, [rows, ...]: of the stored type, or float32 if that is quantised.
+
+        May be called by several threads. With `is_pinned` plain numbers come in memory that a GPU copies from.
 
         Raises ModelUnreadable: the file cannot be read, or is truncated.
         """
-        return self.stored[name].read(start, stop)
+        return self.stored[name].read(start, stop, is_pinned=is_pinned)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,8 +18,8 @@ from torch import Tensor
 from tokenmill.errors import ModelUnreadable
 from tokenmill.gguf_metadata import TensorInfo, read_header
 from tokenmill.spec import ModelSpec
-from tokenmill.weights.gguf_config import spec_from_metadata
-from tokenmill.weights.stored import Bytes, StoredTensor, check_ends, float_decoder
+from tokenmill.weights.gguf_config import Architecture, find_architecture, spec_from_metadata
+from tokenmill.weights.stored import StoredTensor, check_ends, float_decoder
 
 NAMES: Mapping[str, str] = {
     "token_embd": "model.embed_tokens",
@@ -28,42 +29,98 @@ NAMES: Mapping[str, str] = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
     "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "post_ffw_norm": "post_feedforward_layernorm",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
-FREQUENCY_FACTORS = "rope_freqs.weight"
-PAIRED = ("attn_q", "attn_k")  # rows as llama.cpp's rope wants them, neighbours turned together
+ROPE_FACTORS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
+PAIRED = ("self_attn.q_proj", "self_attn.k_proj")
+PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 FLOATS: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 QUANTISED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 
 
 def read_gguf(path: Path) -> tuple[ModelSpec, dict[str, StoredTensor]]:
-    """The model's shape, and where its tensors lie.
+    """The model's shape, and where its tensors lie; of a split file `path` is the first part.
 
-    Raises ModelUnreadable: truncated, damaged, of an unknown architecture or tensor type, or a name is there twice.
+    Raises ModelUnreadable: truncated, damaged, of an unknown architecture or tensor type, a part is missing, or a name
+    is there twice.
     """
     metadata, infos = read_header(path)
-    names = [info.name for info in infos]
+    parts = _other_parts(path, metadata)
+    architecture = find_architecture(metadata, str(path))
+    found = [(path, info) for info in infos]
+    for part in parts:
+        found += [(part, info) for info in read_header(part)[1]]
+    names = [info.name for _, info in found]
     twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
     if twice:
         raise ModelUnreadable(f"{path} holds tensors twice: {', '.join(twice[:5])}. Convert it again.")
-    stored = {info.name: _stored(path, info) for info in infos}
+    stored = {info.name: _stored(file, info) for file, info in found}
     check_ends(stored)
-    factors = _frequency_factors(stored.pop(FREQUENCY_FACTORS, None))
+    ropes = {name: stored.pop(f"{name}.weight", None) for name in ROPE_FACTORS}
+    factors = {name: tuple(rope.read(0, rope.shape[0]).tolist()) for name, rope in ropes.items() if rope}
     spec = spec_from_metadata(metadata, {name: tensor.shape for name, tensor in stored.items()}, factors, str(path))
-    return spec, {hugging_face_name(name): _unpaired(name, tensor, spec) for name, tensor in stored.items()}
+    tensors: dict[str, StoredTensor] = {}
+    for name, tensor in stored.items():
+        tensors |= _renamed(name, tensor, architecture, spec)
+    return spec, tensors
 
 
-def hugging_face_name(name: str) -> str:
-    """The Hugging Face name of a GGUF tensor; an unknown one stays as it is."""
+def hugging_face_name(name: str, architecture: Architecture) -> str:
+    """The Hugging Face name of a GGUF tensor, with {} for an expert's number; an unknown one stays as it is."""
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
-    if match is None or match[2] not in NAMES:
+    stem = architecture.names.get(match[2], NAMES.get(match[2])) if match else None
+    if match is None or stem is None:
         return name
     layer = "" if match[1] is None else f"model.layers.{match[1]}."
-    return f"{layer}{NAMES[match[2]]}.{match[3]}"
+    return f"{layer}{stem}.{match[3]}"
+
+
+def _other_parts(path: Path, metadata: Mapping[str, Any]) -> list[Path]:
+    count, number = metadata.get("split.count") or 1, metadata.get("split.no") or 0
+    if count == 1:
+        return []
+    named = PART.fullmatch(path.name)
+    if number != 0 or named is None or int(named[3]) != count:
+        first = f"NAME-00001-of-{count:05}.gguf"
+        raise ModelUnreadable(f"{path} is part {number + 1} of {count} of a model: name the first part, called {first}")
+    parts = [path.with_name(f"{named[1]}-{part:05}-of-{count:05}.gguf") for part in range(2, count + 1)]
+    absent = [part.name for part in parts if not part.is_file()]
+    if absent:
+        raise ModelUnreadable(f"{path} lacks its other parts beside it: {', '.join(absent[:5])}. Fetch them too.")
+    return parts
+
+
+def _renamed(name: str, tensor: StoredTensor, architecture: Architecture, spec: ModelSpec) -> dict[str, StoredTensor]:
+    """The tensor, or one for each expert, under Hugging Face names and with the numbers that are meant there."""
+    new, offset = hugging_face_name(name, architecture), architecture.norm_offset
+    part = new.removesuffix(".bias").removesuffix(".weight")
+    if offset and part.endswith("norm"):
+        tensor = replace(tensor, decode=_lowered(tensor.decode, offset))
+    if architecture.is_paired and part.endswith(PAIRED) and tensor.shape[0] % spec.head_dim == 0:
+        tensor = replace(tensor, paired_head_dim=spec.head_dim)
+    if "{}" not in new or len(tensor.shape) != 3:
+        return {new: tensor}
+    experts, rows, columns = tensor.shape
+    size = tensor.row_bytes
+    one = replace(tensor, shape=(rows, columns), row_bytes=size // rows)
+    return {new.format(expert): replace(one, offset=tensor.offset + expert * size) for expert in range(experts)}
+
+
+def _lowered(decode: Callable[[Tensor], Tensor], offset: float) -> Callable[[Tensor], Tensor]:
+    return lambda rows: decode(rows).float() - offset
 
 
 def _stored(path: Path, info: TensorInfo) -> StoredTensor:
@@ -79,18 +136,9 @@ def _stored(path: Path, info: TensorInfo) -> StoredTensor:
     return StoredTensor(path, info.offset, info.shape, columns // block_size * block_bytes, decode)
 
 
-def _dequantiser(kind: int) -> Callable[[Bytes], Tensor]:
-    def decode(rows: Bytes) -> Tensor:
+def _dequantiser(kind: int) -> Callable[[Tensor], Tensor]:
+    def decode(rows: Tensor) -> Tensor:
         with np.errstate(all="ignore"):
-            return torch.from_numpy(dequantize(rows, GGMLQuantizationType(kind)))
+            return torch.from_numpy(dequantize(rows.numpy(), GGMLQuantizationType(kind)))
 
     return decode
-
-
-def _frequency_factors(tensor: StoredTensor | None) -> tuple[float, ...] | None:
-    return None if tensor is None else tuple(tensor.read(0, tensor.shape[0]).tolist())
-
-
-def _unpaired(name: str, tensor: StoredTensor, spec: ModelSpec) -> StoredTensor:
-    is_paired = name.split(".")[-2:][0] in PAIRED and tensor.shape[0] % spec.head_dim == 0
-    return replace(tensor, paired_head_dim=spec.head_dim) if is_paired else tensor

@@ -9,14 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from tokenmill.errors import ModelUnreadable
-
-Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +26,7 @@ class StoredTensor:
     offset: int
     shape: tuple[int, ...]
     row_bytes: int
-    decode: Callable[[Bytes], Tensor]  # [rows, row_bytes] to [rows, columns]
+    decode: Callable[[Tensor], Tensor]  # [rows, row_bytes] uint8 to [rows, columns]
     paired_head_dim: int = 0
 
     @property
@@ -38,31 +34,31 @@ class StoredTensor:
         """The file's first byte after the tensor."""
         return self.offset + self.shape[0] * self.row_bytes
 
-    def read(self, start: int, stop: int) -> Tensor:
-        """Rows start .. stop - 1 in their own order, [rows, ...].
+    def read(self, start: int, stop: int, *, is_pinned: bool = False) -> Tensor:
+        """Rows start .. stop - 1 in their own order, [rows, ...]; plain numbers in pinned memory if that is asked for.
 
         Raises ModelUnreadable: the file cannot be read, or is truncated.
         """
         dim = self.paired_head_dim
         if not dim:
-            rows = self._read_bytes(start, stop)
+            rows = self._read_bytes(start, stop, is_pinned)
         else:
             first, last = start // dim * dim, -(-stop // dim) * dim
-            heads = self._read_bytes(first, last).reshape(-1, dim // 2, 2, self.row_bytes)
-            rows = heads.swapaxes(1, 2).reshape(last - first, self.row_bytes)[start - first : stop - first]
+            heads = self._read_bytes(first, last, False).view(-1, dim // 2, 2, self.row_bytes)
+            rows = heads.transpose(1, 2).reshape(last - first, self.row_bytes)[start - first : stop - first]
         return self.decode(rows).reshape(stop - start, *self.shape[1:])
 
-    def _read_bytes(self, start: int, stop: int) -> Bytes:
-        count = (stop - start) * self.row_bytes
+    def _read_bytes(self, start: int, stop: int, is_pinned: bool) -> Tensor:
+        rows = torch.empty((stop - start, self.row_bytes), dtype=torch.uint8, pin_memory=is_pinned)
         try:
             with self.path.open("rb") as file:
                 file.seek(self.offset + start * self.row_bytes)
-                data = np.fromfile(file, dtype=np.uint8, count=count)
+                count = file.readinto(rows.view(-1).numpy().data)
         except OSError as error:
             raise ModelUnreadable(f"{self.path} cannot be read: {error.strerror or error}") from error
-        if len(data) != count:
+        if count != rows.nbytes:
             raise ModelUnreadable(f"{self.path} is truncated: it ends inside a tensor. Fetch it again.")
-        return data.reshape(stop - start, self.row_bytes)
+        return rows
 
 
 def check_ends(tensors: Mapping[str, StoredTensor]) -> None:
@@ -75,6 +71,6 @@ def check_ends(tensors: Mapping[str, StoredTensor]) -> None:
             raise ModelUnreadable(f"{tensor.path} is truncated: {places}. Fetch it again.")
 
 
-def float_decoder(dtype: torch.dtype) -> Callable[[Bytes], Tensor]:
+def float_decoder(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """Rows of plain numbers of this type."""
-    return lambda rows: torch.from_numpy(rows).view(dtype)
+    return lambda rows: rows.view(dtype)
