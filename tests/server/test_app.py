@@ -212,6 +212,23 @@ def test_bad_requests(
     assert 0 < len(error["message"]) <= 2000
 
 
+def test_bodies_nested_however_deeply_are_answered_or_refused(site: Site) -> None:
+    async def run() -> set[int]:
+        found = set()
+        async with site.open() as http:
+            for depth in range(800, 1000, 4):
+                deep = '{"a":' * depth + "1" + "}" * depth
+                tool = f'{{"type": "function", "function": {{"name": "f", "parameters": {deep}}}}}'
+                form = f'{{"type": "json_schema", "json_schema": {{"schema": {deep}}}}}'
+                for field in (f'"tools": [{tool}], "tool_choice": "required"', f'"response_format": {form}'):
+                    body = f'{{"messages": [{{"role": "user", "content": "x"}}], "max_tokens": 1, {field}}}'
+                    response = await http.post(CHAT, content=body, headers={"Content-Type": "application/json"})
+                    found.add(response.status_code)
+        return found
+
+    assert asyncio.run(run()) <= {200, 400}
+
+
 @pytest.mark.parametrize(
     "content_type", [None, "application/json; charset=utf-8", "Application/JSON", "application/a+json"]
 )

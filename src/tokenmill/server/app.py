@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from tokenmill.errors import TokenmillError
+from tokenmill.errors import InvalidRequest, TokenmillError
 from tokenmill.server.client import EngineClient
 from tokenmill.server.edges import EdgeSettings, with_edges
 from tokenmill.server.errors import RouteError, error_response
@@ -32,6 +32,10 @@ def create_app(client: EngineClient, settings: AppSettings, edges: EdgeSettings 
     @app.exception_handler(TokenmillError)
     async def known(request: Request, error: TokenmillError) -> Response:
         return error_response(error, request.url.path)
+
+    @app.exception_handler(RecursionError)
+    async def deep(request: Request, error: RecursionError) -> Response:
+        return error_response(InvalidRequest("the body is nested too deeply"), request.url.path)
 
     @app.exception_handler(HTTPException)
     async def framework(request: Request, error: HTTPException) -> Response:
