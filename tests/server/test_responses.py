@@ -11,12 +11,15 @@ from tests.server.site import Site, error_of
 from tests.server.speaking import GOOD, OTHER, SAID, Speaking
 from tokenmill.errors import InvalidRequest
 from tokenmill.server.errors import renamed
+from tokenmill.server.generation import Generation
 from tokenmill.server.protocol import GenerationRequest
-from tokenmill.server.responses import parse_responses
+from tokenmill.server.responses import ResponsesShape, parse_responses
 from tokenmill.server.responses_fields import RESPONSE
 from tokenmill.server.schema import check
-from tokenmill.types import StructuredOutputs
-from tokenmill.wire.messages import ChatPrompt
+from tokenmill.server.shapes import Head
+from tokenmill.text.dialect import Dialect
+from tokenmill.types import FinishReason, Logprob, StructuredOutputs, TokenLogprobs
+from tokenmill.wire.messages import ChatPrompt, TextDelta
 
 PATH = "/v1/responses"
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}
@@ -212,3 +215,39 @@ def test_names_of_fields_in_errors() -> None:
         error = renamed(InvalidRequest(message, param), names)
         assert error.message == told
     assert renamed(InvalidRequest("a", "messages[1].x"), names).param == "input[1].x"
+
+
+def said(text: str, *tokens: str, end: FinishReason | None = None) -> TextDelta:
+    entries = [TokenLogprobs(Logprob(7, token, token.encode(), -1.0, 1), [], 0) for token in tokens]
+    return TextDelta(uid=1, text=text, logprobs=entries, finish_reason=end)
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_tokens_whose_text_is_held_back_keep_their_logprobs(is_stream: bool) -> None:
+    call = parse(tools=[ADD], top_logprobs=1)
+    shape = ResponsesShape(call, Dialect("json", "think"))
+    shape.start(Head("1", "m", 0, has_timings=False), Generation(1, 1))
+    deltas = [
+        said("<think>Hm</think>", "<think>", "Hm", "</think>"),
+        said('{"na', '{"', "na"),
+        said("", "\N{DEGREE SIGN}"),
+        said("me", "me"),
+        said(" no ", " no", " "),
+        said("", "<end>", end=FinishReason.STOP),
+    ]
+    events = b"".join(shape.news([(0, delta)]) for delta in deltas) + shape.ending() if is_stream else b""
+    answer = json.loads(events.rpartition(b"data: ")[2])["response"] if is_stream else shape.whole([deltas])
+    thought, message = answer["output"]
+    assert "logprobs" not in thought["content"][0]
+    (shown,) = message["content"]
+    assert shown["text"] == '{"name no '
+    assert [its["token"] for its in shown["logprobs"]] == ['{"', "na", "\N{DEGREE SIGN}", "me", " no", " ", "<end>"]
+
+
+def test_a_broken_call_is_text() -> None:
+    broken = '<tool_call>\n{"name": "add", "arguments": {"a": 1,}}\n</tool_call>'
+    (item,) = Speaking().answer(PATH, input=f"{broken}.", tools=[ADD])["output"]
+    assert (item["type"], item["content"][0]["text"]) == ("message", broken)
+    cut = Speaking().answer(PATH, input=broken, tools=[ADD], max_output_tokens=broken.index("1") + 1)
+    (item,) = cut["output"]
+    assert (item["type"], item["status"], item["arguments"]) == ("function_call", "incomplete", '{"a": 1')

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from tokenmill.server.generation import Generation
 from tokenmill.server.logprobs import chat_logprobs
 from tokenmill.server.parts import Part
 from tokenmill.server.protocol import GenerationRequest, parse_chat
-from tokenmill.server.reader import AnswerReader
+from tokenmill.server.reader import AnswerReader, is_object
 from tokenmill.server.responses_fields import ECHOED, RESPONSES, WITH_LOGPROBS
 from tokenmill.server.shapes import Batch, Head, call_id
 from tokenmill.server.sse import COMMENT, encode_event
@@ -136,7 +137,6 @@ class ResponsesShape:
     def __init__(self, call: GenerationRequest, dialect: Dialect) -> None:
         self._call = call
         self._dialect = dialect
-        self._output: list[Json] = []
         self._number = self._reasoning_tokens = 0
         self._end: TextDelta | None = None
 
@@ -144,13 +144,21 @@ class ResponsesShape:
         """Begin: the request is accepted."""
         self._head = head
         self._generation = generation
-        self._reader = AnswerReader(self._dialect, self._call.tools.names, generation.is_thinking)
+        self._begin(self._call.tools.names)
+
+    def _begin(self, names: Collection[str]) -> None:
+        self._output: list[Json] = []
+        self._logprobs: list[Json] = []  # of tokens whose text is held back
+        self._reader = AnswerReader(self._dialect, names, self._generation.is_thinking)
 
     def whole(self, deltas: Sequence[Sequence[TextDelta]]) -> Json:
-        """The whole answer."""
-        for delta in deltas[0]:
-            for _ in self._events(delta):
-                pass
+        """The whole answer. A call whose arguments are broken is text: then nothing in it is a call."""
+        for names in (self._call.tools.names, ()):
+            self._begin(names)
+            deque((event for delta in deltas[0] for event in self._events(delta)), maxlen=0)
+            calls = [item for item in self._output if item["type"] == "function_call" and item["status"] == "completed"]
+            if all(is_object(call["arguments"]) for call in calls):
+                break
         return self._response()
 
     def opening(self) -> bytes:
@@ -191,22 +199,22 @@ class ResponsesShape:
             parts += self._reader.finish()
         if parts and parts[-1].kind == "reasoning":
             self._reasoning_tokens = delta.completion_tokens
-        entries = (chat_logprobs(delta.logprobs or None) or {"content": []})["content"]
+        self._logprobs += (chat_logprobs(delta.logprobs or None) or {"content": []})["content"]
         for part in parts:
-            yield from self._add(part, entries if part.kind == "content" else [])
-            entries = [] if part.kind == "content" else entries
+            yield from self._add(part)
         if has_ended:
-            if not self._output:
-                yield from self._add(Part("content", ""), entries)
+            if not self._output or (self._logprobs and self._output[-1]["type"] == "message"):
+                yield from self._add(Part("content", ""))
             is_whole = delta.finish_reason is FinishReason.STOP
             yield from self._close("completed" if is_whole else "incomplete")
 
-    def _add(self, part: Part, logprobs: list[Any]) -> Iterator[Json]:
+    def _add(self, part: Part) -> Iterator[Json]:
         kinds = {"content": "message", "reasoning": "reasoning", "call": "", "arguments": "function_call"}
         if not self._output or self._output[-1]["type"] != kinds[part.kind]:
             yield from self._close("completed")
             yield from self._open(part)
         item = self._output[-1]
+        logprobs, self._logprobs = self._logprobs, []  # those of thoughts and calls are not shown
         if part.kind == "call":
             return
         place = self._place(item)
