@@ -107,6 +107,8 @@ def test_one_that_waits_too_long_for_others_is_told_to_try_again() -> None:
     for future in (first, second):
         with pytest.raises(Overloaded, match="try again"):
             future.result()
+    compiled._patience = 60.0
+    assert compiled.start(StructuredOutputs(regex="b")).result() is True
     compiled.close()
 
 
@@ -135,4 +137,8 @@ def test_what_was_asked_for_last_is_kept_and_failures_for_a_while(monkeypatch: p
         assert len(calls) == MAX_KEPT + num_calls
     compiled.start(ask[0]).result()
     assert len(calls) == MAX_KEPT + 4
+    monkeypatch.setattr(grammar, "MAX_KEPT_SIZE", 100)
+    for wanted in (ask[0], ask[1], StructuredOutputs(regex="x" * 70), ask[1]):
+        compiled.start(wanted).result()
+    assert len(calls) == MAX_KEPT + 7
     compiled.close()

@@ -25,7 +25,7 @@ from tokenmill.text.thoughts import ThoughtMatcher
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.types import MAX_GRAMMAR, StructuredOutputs
 
-MAX_KEPT = 256
+MAX_KEPT, MAX_KEPT_SIZE = 1024, 2**23  # as many as may wait: one that is forgotten would hold up the step it is for
 FAILURE_SECONDS = 30.0
 STACK_BYTES = 64 << 20  # far more than what `text.grammar_check` lets pass needs
 NO_FORCING = '%llguidance {"no_forcing": true}'  # the last one counts, whatever a grammar says before
@@ -154,21 +154,22 @@ class Compiled(Generic[T]):
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._lock = threading.Lock()  # in a scheduler process both the loop and the device's thread ask
         self._kept: OrderedDict[str, tuple[Future[T], float]] = OrderedDict()  # and when they were begun
+        self._size = 0  # characters of all sources
 
     def start(self, wanted: StructuredOutputs, worn: object = None) -> Future[T]:
         """Begin, unless it is done or begun, and not `worn`. Raises as `lark_source`."""
         source, now = lark_source(wanted), time.monotonic()
         with self._lock:
             future, begun = self._kept.get(source, (None, now))
-            is_stale = now - begun > FAILURE_SECONDS
-            if future in (None, worn) or (is_stale and future.done() and future.exception() is not None):
+            if future in (None, worn) or (future.done() and _is_stale(future.exception(), now - begun)):
                 before = threading.stack_size(STACK_BYTES)
                 future = self._thread.submit(self._run, source, now)
                 threading.stack_size(before)
+                self._size += 0 if source in self._kept else len(source)
                 self._kept[source] = future, now
             self._kept.move_to_end(source)
-            if len(self._kept) > MAX_KEPT:
-                self._kept.popitem(last=False)
+            while len(self._kept) > MAX_KEPT or self._size > MAX_KEPT_SIZE:
+                self._size -= len(self._kept.popitem(last=False)[0])
         return future
 
     def _run(self, source: str, since: float) -> T:
@@ -179,6 +180,11 @@ class Compiled(Generic[T]):
     def close(self) -> None:
         """End the thread, once its present work is done."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _is_stale(error: BaseException | None, age: float) -> bool:
+    """Whether a failure is not to be told again."""
+    return isinstance(error, Overloaded) or (error is not None and age > FAILURE_SECONDS)
 
 
 class Matchers:
