@@ -7,7 +7,9 @@ import pytest
 
 from tests.text.vocabularies import TEXTS, byte_level, write_folder
 from tokenmill.errors import ModelUnreadable
+from tokenmill.text.chat_template import ChatTemplate
 from tokenmill.text.tokenizer import Tokenizer
+from tokenmill.wire.messages import ChatPrompt
 
 
 def load(path: Path, **files: dict[str, Any]) -> Tokenizer:
@@ -55,6 +57,12 @@ def test_template_from_each_place(tmp_path: Path) -> None:
     assert load(tmp_path, tokenizer_config={"chat_template": "one"}).chat_template == "one"
     named = [{"name": "rag", "template": "no"}, {"name": "default", "template": "two"}]
     assert load(tmp_path, tokenizer_config={"chat_template": named}).chat_template == "two"
+    named += [{"name": "tool_use", "template": "\n  {{ tools[0].function.name }}\n"}]
+    named[1]["template"] = "\n  {{ messages[0].content }}\n"
+    template = ChatTemplate(load(tmp_path, tokenizer_config={"chat_template": named}).chat_template or "")
+    assert template.takes_tools
+    for tools, shown in (([{"function": {"name": "add"}}], "add"), (None, "hi")):
+        assert template.render(ChatPrompt(messages=[{"role": "user", "content": "hi"}], tools=tools)) == f"\n  {shown}"
     (tmp_path / "model" / "chat_template.jinja").write_text("thrée", "utf-8")
     assert Tokenizer.load(tmp_path / "model").chat_template == "thrée"
 

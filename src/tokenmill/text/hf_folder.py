@@ -109,6 +109,9 @@ def _chat_template(path: Path, config: dict[str, Any]) -> str | None:
     if isinstance(template, list):
         named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
         template = named.get("default")
+        if isinstance(with_tools := named.get("tool_use"), str) and isinstance(template, str):
+            parts = (part.removesuffix("\n") for part in (with_tools, template))
+            template = "{% if tools +%}" + "{%+ else +%}".join(parts) + "{%+ endif %}"
     return template if isinstance(template, str) else None
 
 
