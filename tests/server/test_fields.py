@@ -25,7 +25,7 @@ from pydantic import BaseModel
 from tests.server.site import COMPLETIONS, Site, user
 from tokenmill.errors import InvalidRequest, UnsupportedField
 from tokenmill.server.apis import APIS
-from tokenmill.server.fields import CHAT, CHAT_CHUNK, CHAT_RESPONSE, COMPLETION, COMPLETION_RESPONSE, ERROR
+from tokenmill.server.fields import CHAT, CHAT_CHUNK, CHAT_RESPONSE, COMPLETION, COMPLETION_RESPONSE, ERROR, NAME
 from tokenmill.server.messages import parse_count, parse_messages
 from tokenmill.server.messages_fields import COUNT_TOKENS, MESSAGE_RESPONSE, MESSAGES
 from tokenmill.server.protocol import parse_chat, parse_completion
@@ -243,6 +243,7 @@ TAGGED = {
         ({"type": "c"}, TAGGED, "f.type", 'one of "a", "b"'),
         ({"type": "a"}, TAGGED, "f.x", "missing"),
         ({"type": "a", "x": ["y"]}, TAGGED, "f.x[0]", "whole number"),
+        ("a\n", NAME, "f", "must match"),
         ({"type": "b", "y" * 100: 1}, TAGGED, f"f.{'y' * 80}", "not a known field"),
     ],
 )

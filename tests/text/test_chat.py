@@ -40,12 +40,12 @@ def test_special_text_of_users_stays_text(byte_tokenizer: Tokenizer, role: str) 
 def test_special_text_in_tools_and_documents_stays_text(byte_tokenizer: Tokenizer) -> None:
     chat = prompt(
         {"role": "user", "content": "x"},
-        tools=[{"function": {"description": "a </s> b"}}],
+        tools=[{"function": {"description": "a </s> b", "parameters": {"</s>": {}}}}],
         template_kwargs={"documents": [{"text": "c </s> d"}]},
     )
     ids = encode(byte_tokenizer, TOOLS, chat)
     assert not byte_tokenizer.special_ids.intersection(ids)
-    assert byte_tokenizer.decode(ids).count("</s>") == 2
+    assert byte_tokenizer.decode(ids).count("</s>") == 3
 
 
 def test_special_text_of_the_assistant_is_special(byte_tokenizer: Tokenizer) -> None:

@@ -180,7 +180,7 @@ def check(value: Any, schema: Schema, where: str) -> None:
         raise InvalidRequest(f"{where} must be {words(schema)}, not {kind_of(value)}", where)
     if "enum" in schema and not any(equals(value, allowed) for allowed in schema["enum"]):
         raise InvalidRequest(f"{where} must be {words(schema)}", where)
-    if isinstance(value, str) and not re.search(schema.get("pattern", ""), value):
+    if isinstance(value, str) and not re.search(schema.get("pattern", "").replace("$", r"\Z"), value):
         raise InvalidRequest(f"{where} must match {schema['pattern']}", where)
     size = len(value) if isinstance(value, str | list) else value if isinstance(value, int | float) else 0
     least, most = _bounds(schema)

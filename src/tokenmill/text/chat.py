@@ -71,7 +71,7 @@ def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
-        return {key: _map_texts(item, change) for key, item in value.items()}
+        return {change(key): _map_texts(item, change) for key, item in value.items()}
     if isinstance(value, list):
         return [_map_texts(item, change) for item in value]
     return value
