@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tokenmill.errors import ConfigError
+from tokenmill.errors import ConfigError, ModelUnreadable
 from tokenmill.spec import DTypeName, HardwareInfo, ModelSpec
 
 Eviction = Literal["lru", "lfu", "priority"]
@@ -123,8 +123,9 @@ class ServerConfig:
     """Tokenizer processes."""
     api_workers: int = 1
     """Processes that answer HTTP."""
-    pooling: Literal["last", "mean"] = "last"
-    """What /v1/embeddings makes of a text: the final state of its last token, or the mean over its tokens."""
+    pooling: Literal["auto", "last", "mean"] = "auto"
+    """What /v1/embeddings makes of a text: the final state of its last token, or the mean over its tokens; auto is what
+    the model's files say, else last."""
     served_model_name: str | None = None
     """Name in /v1/models and in answers; default is the name that was given."""
     start_timeout: float = 120.0
@@ -303,6 +304,15 @@ def _max_model_len(wanted: int | None, pool_tokens: int, spec: ModelSpec) -> int
             "raise --num-pages or --memory-fraction"
         )
     return wanted
+
+
+def check_vocabulary(num_tokens: int, vocab_size: int) -> None:
+    """Raises ModelUnreadable when a model has fewer token vectors than its tokenizer has tokens of its own."""
+    if num_tokens > vocab_size:
+        raise ModelUnreadable(
+            f"the tokenizer has {num_tokens} tokens, but the model vectors for only {vocab_size}: "
+            "they do not belong together. Fetch tokenizer and weights of the same model"
+        )
 
 
 def check_range(flag: str, value: float, least: float, most: float = math.inf) -> None:

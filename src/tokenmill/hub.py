@@ -26,8 +26,9 @@ from tokenmill.errors import ModelNotFound, ModelUnreadable, TokenmillError
 CHUNK = 1 << 20
 HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+?)(?:@(?P<revision>[^:@]+))?(?::(?P<file>[^:@]+\.gguf))?")
 GGUF_PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
-HUB_EXCLUDED = ("*/*", "consolidated*")
+HUB_EXCLUDED = ("[!1]*/*", "consolidated*")  # 1_Pooling tells how an embedding model pools
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,8 @@ def _check_folder(path: Path) -> None:
         return
     missing = "*.safetensors" if "config.json" in names else "config.json"
     hint = f". To serve a .gguf, name the file: {path / ggufs[0]}" if ggufs else ""
+    if missing == "*.safetensors" and any(name.endswith(PICKLES) for name in names):
+        hint = ". Its pickle files are not read, as they can hold programs: save it with transformers, as safetensors"
     raise ModelUnreadable(f"{path} is not a model folder in Hugging Face layout: it has no {missing}{hint}")
 
 
@@ -270,7 +273,7 @@ def _from_hub(repo: str, revision: str | None, file: str | None) -> Path:
     except ModelUnreadable as error:
         if file:
             raise
-        advice = f"If it has .gguf files, name one: {named}:FILE.gguf"
+        advice = f"If it has .gguf files, name one: {named}:FILE.gguf; pickle files (.bin, .pt) are not read"
         raise ModelUnreadable(f"{named} has no config.json with *.safetensors on the hub. {advice}") from error
     return path
 

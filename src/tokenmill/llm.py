@@ -101,10 +101,11 @@ class LLM:
         tokenizer = Tokenizer.load(path, or_bytes=is_random)
         template = load_template(tokenizer, Path(run.model.chat_template) if run.model.chat_template else None)
         self._matchers = Matchers(lambda: Vocabulary.of(tokenizer, spec.vocab_size))
-        self._engine, config, spec = load_engine(run, path, Group.solo(), matchers=self._matchers)
-        self._tokenizer_stage = TokenizerStage(
-            tokenizer, template, wire.Limits(max_model_len=config.max_model_len, vocab_size=spec.vocab_size)
+        self._engine, config, spec = load_engine(
+            run, path, Group.solo(), matchers=self._matchers, num_tokens=0 if is_random else tokenizer.num_own_tokens
         )
+        limits = wire.Limits(max_model_len=config.max_model_len, vocab_size=spec.vocab_size, has_output=spec.has_output)
+        self._tokenizer_stage = TokenizerStage(tokenizer, template, limits)
         self._detokenizer_stage = DetokenizerStage(tokenizer)
         self._to_scheduler: MemoryChannel[wire.ToScheduler] = MemoryChannel()
         self._to_detokenizer: MemoryChannel[wire.ToDetokenizer] = MemoryChannel()
@@ -194,15 +195,19 @@ class LLM:
         self,
         prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
         *,
-        pooling: Pooling = "last",
+        pooling: Pooling | None = None,
         progress: bool | None = None,
     ) -> list[list[float]]:
         """The embedding of each prompt, of length 1: of its last token's final state, or the mean of all.
 
+        Without `pooling` as the model's files say, else of the last token.
+
         Raises:
             InvalidRequest: a prompt or the pooling cannot be honoured.
         """
-        outputs = self.generate(prompts, SamplingParams(max_tokens=0, pooling=pooling), progress=progress)
+        outputs = self.generate(
+            prompts, SamplingParams(max_tokens=0, pooling=pooling or self.tokenizer.pooling), progress=progress
+        )
         return [array("f", output.embedding).tolist() for output in outputs]
 
     def stream(

@@ -67,6 +67,7 @@ class ModelSpec:
     norm_eps: float = 1e-5
     rope: RopeSpec = field(default_factory=RopeSpec)
     tie_embeddings: bool = False
+    has_output: bool = True  # False: its output matrix was left out, and it makes embeddings only
     attention_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False

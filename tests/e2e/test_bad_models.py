@@ -153,6 +153,34 @@ def test_a_damaged_folder(tmp_path: Path, tiny: Path, file: str, damage: Callabl
     assert words in serve(tmp_path, folder)
 
 
+def test_a_tokenizer_of_another_model(tmp_path: Path, tiny: Path) -> None:
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    byte_level().save(str(folder / "tokenizer.json"))
+    line = refusal(tmp_path, "serve", folder, "--port", "0", "--log-level", "error")
+    assert "the tokenizer has 398 tokens, but the model vectors for only 260" in line
+
+
+def test_a_model_of_pickle_files(tmp_path: Path, tiny: Path) -> None:
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert "pickle files are not read" in serve(tmp_path, folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "architecture MambaForCausalLM is not supported"),
+        ({"quantization_config": {"quant_method": "awq"}}, "weights quantised by 'awq' are not supported"),
+        ({"vocab_size": 300}, "embed_tokens.weight is [260, 64], not [300, 64]"),
+    ],
+)
+def test_a_configuration_that_does_not_fit(tmp_path: Path, tiny: Path, change: dict[str, object], words: str) -> None:
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    assert words in serve(tmp_path, folder)
+
+
 def test_a_port_in_use(tmp_path: Path, tiny: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

@@ -70,6 +70,13 @@ def test_harmless_extras_are_ignored(tmp_path: Path) -> None:
     assert load(folder).spec.tie_embeddings
 
 
+def test_tied_weights_must_be_there(tmp_path: Path) -> None:
+    folder = make_tiny_llama(tmp_path, tie=True)
+    change_tensors(folder, **{"model.embed_tokens.weight": None})
+    with pytest.raises(ModelUnreadable, match=r"lacks tensors .*: model\.embed_tokens\.weight"):
+        load(folder)
+
+
 def test_untied_output_is_not_ignored(tmp_path: Path) -> None:
     folder = make_tiny_llama(tmp_path)
     change_tensors(folder, **{"lm_head.weight": None})

@@ -101,3 +101,13 @@ def test_text_never_merges_into_a_control_token(tmp_path: Path) -> None:
     tokenizer = load(tmp_path, fields | {"add_space_prefix": False, "add_bos_token": False})
     assert tokenizer.encode("<s>") == [1]
     assert 1 not in tokenizer.encode("<s>", allow_special=False)
+
+
+@pytest.mark.parametrize(("kind", "pooling"), [(0, "last"), (1, "mean"), (3, "last")])
+def test_pooling(tmp_path: Path, kind: int, pooling: str) -> None:
+    assert load(tmp_path, byte_level_fields(byte_level()) | {"llama.pooling_type": kind}).pooling == pooling
+
+
+def test_a_pooling_that_is_not_known(tmp_path: Path) -> None:
+    with pytest.raises(ModelUnreadable, match="pooling_type 2 is not supported"):
+        load(tmp_path, byte_level_fields(byte_level()) | {"llama.pooling_type": 2})

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -126,3 +127,22 @@ def test_odd_values_of_small_files_count_as_absent(tmp_path: Path, value: Any) -
     ends = {"eos_token_id": 2**40, "temperature": "warm"}
     tokenizer = load(tmp_path, tokenizer_config=config, generation_config=ends)
     assert (tokenizer.end_ids, dict(tokenizer.sampling_defaults)) == ((), {})
+
+
+@pytest.mark.parametrize(
+    ("modules", "modes", "words"),
+    [
+        ([], ["cls_token"], "embeddings by cls_token"),
+        ([], ["lasttoken", "mean_tokens"], "embeddings by lasttoken, mean_tokens"),
+        (["Transformer", "Pooling", "Dense"], ["lasttoken"], "embeddings by Dense"),
+    ],
+)
+def test_poolings_that_cannot_be_made_are_refused(
+    tmp_path: Path, modules: list[str], modes: list[str], words: str
+) -> None:
+    folder = write_folder(tmp_path / "model", byte_level())
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({f"pooling_mode_{mode}": True for mode in modes}))
+    (folder / "modules.json").write_text(json.dumps([{"type": f"sentence_transformers.models.{m}"} for m in modules]))
+    with pytest.raises(ModelUnreadable, match=words):
+        Tokenizer.load(folder)

@@ -424,7 +424,8 @@ def test_processes_end_to_end(tmp_path: Path, byte_tokenizer: Tokenizer) -> None
                 ),
             ]
         )
-        assert ready["tokenizer-0"].info == {"sampling_defaults": {"top_k": 9}, "dialect": Dialect()}
+        own = {"sampling_defaults": {"top_k": 9}, "pooling": "last", "num_own_tokens": len(fields["tokens"])}
+        assert ready["tokenizer-0"].info == {**own, "dialect": Dialect()}
         tokenizer.send(LIMITS)
         tokenizer.send(job([1], text="fox", params={"max_tokens": 3, "stop": ["o"]}))
         (made,) = scheduler.receive(30)

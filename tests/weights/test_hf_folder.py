@@ -133,3 +133,25 @@ def test_a_file_of_another_kind(tmp_path: Path) -> None:
     (tmp_path / "model.bin").write_bytes(b"PK\x03\x04 and so on, long enough to be read")
     with pytest.raises(ModelUnreadable, match=r"model\.bin"):
         open_checkpoint(tmp_path / "model.bin")
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_a_model_without_its_head_makes_embeddings(tmp_path: Path, tie: bool) -> None:
+    make_tiny_llama(tmp_path, tie=tie)
+    whole = read_all(tmp_path)
+    bare = {name.removeprefix("model."): tensor for name, tensor in whole.items() if name != "lm_head.weight"}
+    save_file(bare, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaModel"]}))
+    spec = open_checkpoint(tmp_path).spec
+    assert (spec.has_output, spec.tie_embeddings) == (tie, True)
+    found = read_all(tmp_path)
+    assert found.keys() == {f"model.{name}" for name in bare}
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in found.items())
+
+
+def test_pickle_files_are_refused(tmp_path: Path) -> None:
+    make_tiny_llama(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelUnreadable, match=r"pickle files \(\.bin, \.pt\), are not read: save it .* as safetensors"):
+        open_checkpoint(tmp_path)

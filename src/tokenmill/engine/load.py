@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from tokenmill.attention.select import make_backend
-from tokenmill.config import ELEMENT_SIZE, ResolvedConfig, RunConfig, resolve
+from tokenmill.config import ELEMENT_SIZE, ResolvedConfig, RunConfig, check_vocabulary, resolve
 from tokenmill.engine.compiler import Rehearsal
 from tokenmill.engine.device import finish_cuda_work, free_cuda_memory, measure_hardware, open_device
 from tokenmill.engine.engine import ModelEngine
@@ -34,10 +34,11 @@ def load_engine(
     group: Group,
     warm_up: WarmUp | None = None,
     matchers: MatcherSource | None = None,
+    num_tokens: int = 0,
 ) -> tuple[ModelEngine, ResolvedConfig, ModelSpec]:
     """Measure the machine, load the model, size the K/V pool from what is left, make the engine.
 
-    Without `matchers` it takes no requests with grammars.
+    Without `matchers` it takes no requests with grammars. `num_tokens` are the tokenizer's own, where they are known.
 
     Raises:
         ModelUnreadable: the model's files cannot be used.
@@ -48,6 +49,7 @@ def load_engine(
         hardware = measure_hardware(run.engine.device)
         checkpoint = None if run.model.random_weights else open_checkpoint(path)
         spec = read_spec(path) if checkpoint is None else checkpoint.spec
+        check_vocabulary(num_tokens, spec.vocab_size)
         config = resolve(run, hardware, spec)  # what cannot work is refused before the weights are read
         torch.set_num_threads(config.threads)
         device, dtype = torch.device(config.device), getattr(torch, config.dtype)

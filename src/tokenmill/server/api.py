@@ -63,7 +63,7 @@ class ApiSettings:
             sampling_defaults=self.engine.get("sampling_defaults", {}),
             dialect=self.engine.get("dialect", Dialect()),
             sse_keep_alive=server.sse_keep_alive,
-            pooling=server.pooling,
+            pooling=self.engine.get("pooling", "last") if server.pooling == "auto" else server.pooling,
             timings=server.timings,
         )
         return create_app(client, settings, EdgeSettings(self.keys, server.cors_origins))
@@ -83,9 +83,10 @@ class ApiSettings:
             tokenizers = others[: server.tokenizers]
             siblings = dict(zip(numbers, others[server.tokenizers :], strict=True))
             for tokenizer in tokenizers:
-                tokenizer.send(Limits(**{name: self.engine[name] for name in ("max_model_len", "vocab_size")}))
-            limits = {name: self.engine[name] for name in ("max_waiting", "max_waiting_tokens")}
-            yield EngineClient(tokenizers, scheduler, siblings, index=self.index, **limits), inbox
+                limits = {name: self.engine[name] for name in Limits.__struct_fields__ if name in self.engine}
+                tokenizer.send(Limits(**limits))
+            most = {name: self.engine[name] for name in ("max_waiting", "max_waiting_tokens")}
+            yield EngineClient(tokenizers, scheduler, siblings, index=self.index, **most), inbox
 
 
 class _HttpServer(uvicorn.Server):

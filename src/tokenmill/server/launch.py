@@ -21,7 +21,7 @@ from typing import Any
 import uvloop
 
 from tokenmill import log
-from tokenmill.config import RunConfig, ServerConfig, check_range
+from tokenmill.config import RunConfig, ServerConfig, check_range, check_vocabulary
 from tokenmill.errors import ConfigError
 from tokenmill.hub import resolve_model
 from tokenmill.procs import ProcessPlan, Supervisor
@@ -116,7 +116,9 @@ def started(run: RunConfig, server: ServerConfig, planner: Planner, meanwhile: s
         try:
             plans = planner(run, server, model, directory)
             ready = supervisor.start(plans, meanwhile=partial(importlib.import_module, meanwhile))
-            yield Started(supervisor, directory, ready["tokenizer-0"].info | ready["scheduler-0"].info)
+            info = ready["tokenizer-0"].info | ready["scheduler-0"].info
+            check_vocabulary(info.get("num_own_tokens", 0), info["vocab_size"])
+            yield Started(supervisor, directory, info)
         finally:
             supervisor.stop(grace=1.0)
 

@@ -13,6 +13,7 @@ from tokenmill.errors import ModelUnreadable
 from tokenmill.gguf_metadata import read_header
 from tokenmill.text.pre_tokenizers import find_rule
 from tokenmill.text.vocabulary import SPACE_MARK, Vocabulary
+from tokenmill.types import Pooling
 
 PREFIX = "tokenizer.ggml."
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
@@ -24,6 +25,7 @@ SAMPLING_KEYS = {
     "min_p": "general.sampling.min_p",
     "repetition_penalty": "general.sampling.penalty_repeat",
 }
+POOLINGS: dict[int, Pooling] = {0: "last", 1: "mean", 3: "last"}
 TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|>")
 
 
@@ -64,8 +66,16 @@ def load_gguf_vocabulary(path: Path) -> Vocabulary:
         sampling_defaults={
             name: fields[key] for name, key in SAMPLING_KEYS.items() if isinstance(fields.get(key), int | float)
         },
+        pooling=_pooling(fields, path),
         hidden_ids=frozenset(token_id for token_id, kind in enumerate(kinds) if kind in (UNKNOWN, CONTROL)),
     )
+
+
+def _pooling(fields: dict[str, Any], path: Path) -> Pooling:
+    kind = fields.get(f"{fields.get('general.architecture')}.pooling_type", 0)
+    if kind not in POOLINGS:
+        raise ModelUnreadable(f"{path}: pooling_type {kind} is not supported; known: 0 (none), 1 (mean), 3 (last)")
+    return POOLINGS[kind]
 
 
 def _byte_level(fields: dict[str, Any], tokens: list[str]) -> tuple[Backend, bool]:

@@ -11,9 +11,10 @@ from tokenizers import Tokenizer as Backend
 
 from tokenmill.errors import ModelUnreadable
 from tokenmill.text.vocabulary import Vocabulary
-from tokenmill.types import MAX_INT32
+from tokenmill.types import MAX_INT32, Pooling
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+POOLINGS: dict[str, Pooling] = {"lasttoken": "last", "mean_tokens": "mean"}
 SAMPLING_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -46,8 +47,24 @@ def load_folder_vocabulary(path: Path) -> Vocabulary:
         special_tokens=special_tokens,
         chat_template=_chat_template(path, config),
         sampling_defaults=defaults,
+        pooling=_pooling(path),
         hidden_ids=frozenset(token_id for token_id, (_, is_special) in declared.items() if is_special),
     )
+
+
+def _pooling(path: Path) -> Pooling:
+    """What the files of sentence-transformers say; their modules run one after another."""
+    modules = _read_json(path / "modules.json").values()
+    kinds = {str(module.get("type")).rpartition(".")[2] for module in modules if isinstance(module, dict)}
+    pooling = _read_json(path / "1_Pooling" / "config.json")
+    modes = {name.removeprefix("pooling_mode_") for name, value in pooling.items() if value is True and "mode_" in name}
+    odd = sorted(kinds - {"Transformer", "Pooling", "Normalize"}) + sorted(modes - POOLINGS.keys())
+    if odd or len(modes) > 1:
+        known = "one pooling (lasttoken or mean_tokens), then Normalize"
+        raise ModelUnreadable(
+            f"{path}: embeddings by {', '.join(odd or sorted(modes))} are not supported; known: {known}"
+        )
+    return POOLINGS[modes.pop()] if modes else "last"
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -57,6 +74,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = msgspec.json.decode(path.read_bytes())
     except (OSError, msgspec.DecodeError, RecursionError) as error:
         raise ModelUnreadable(f"{path} cannot be read as JSON: {error}") from error
+    if isinstance(content, list):
+        return {str(index): item for index, item in enumerate(content)}
     return content if isinstance(content, dict) else {}
 
 

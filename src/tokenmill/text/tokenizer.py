@@ -23,6 +23,8 @@ class Tokenizer:
 
     Attributes:
         token_bytes: the bytes of an id; None if only whole lists of ids can be decoded.
+        pooling: how an embedding model makes one vector of a text.
+        num_own_tokens: tokens that its model must have, those added later left out.
         strips_first_space: whether the first space of a decoded text was put there by the tokenizer.
         spell: what an id is alone: text, and bytes. Bytes that are no text are told as OpenAI does.
     """
@@ -37,6 +39,8 @@ class Tokenizer:
         self.special_tokens = vocabulary.special_tokens
         self.chat_template = vocabulary.chat_template
         self.sampling_defaults = vocabulary.sampling_defaults
+        self.pooling = vocabulary.pooling
+        self.num_own_tokens = self._backend.get_vocab_size(with_added_tokens=False)
         self.vocab_size = self._backend.get_vocab_size(with_added_tokens=True)
         self.token_bytes, self.strips_first_space = token_bytes(self._backend)
         longest_first = sorted(filter(None, special.values()), key=len, reverse=True)

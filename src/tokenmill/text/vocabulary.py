@@ -12,6 +12,8 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
+from tokenmill.types import Pooling
+
 SPACE_MARK = "▁"
 
 TokenBytes = Callable[[int], bytes]
@@ -28,6 +30,7 @@ class Vocabulary:
         chat_template: jinja2 source.
         sampling_defaults: what the model's makers advise.
         hidden_ids: special ids besides those that the backend knows as special.
+        pooling: how an embedding model makes one vector of a text.
     """
 
     backend: Backend
@@ -36,6 +39,7 @@ class Vocabulary:
     chat_template: str | None = None
     sampling_defaults: dict[str, float | int] = field(default_factory=dict)
     hidden_ids: frozenset[int] = frozenset()
+    pooling: Pooling = "last"
 
 
 def byte_alphabet() -> dict[str, int]:

@@ -141,6 +141,10 @@ class TokenizerStage:
         self, job: wire.TokenizeJob, token_ids: list[int], limits: wire.Limits
     ) -> list[wire.GenerateJob]:
         params = job.params
+        if not limits.has_output and params.pooling is None:
+            raise InvalidRequest(
+                "this model has no output matrix: it makes embeddings only, at /v1/embeddings", "model"
+            )
         _check_ids(params.stop_token_ids, limits.vocab_size, "stop_token_ids")
         _check_ids(params.logit_bias, limits.vocab_size, "logit_bias")
         params = self._with_bad_ids(params, limits.vocab_size)
@@ -329,7 +333,12 @@ def run_tokenizer(settings: TextSettings, report: Report) -> None:
     parsers = settings.tool_parser, settings.reasoning_parser
     dialect = find_dialect(template.source if template else "", tokenizer.special_texts, *parsers)
     with _channels(settings, ToTokenizer) as channels:
-        report.ready(sampling_defaults=tokenizer.sampling_defaults, dialect=dialect)
+        report.ready(
+            sampling_defaults=tokenizer.sampling_defaults,
+            dialect=dialect,
+            pooling=tokenizer.pooling,
+            num_own_tokens=0 if settings.or_bytes else tokenizer.num_own_tokens,
+        )
         inbox, scheduler, server = channels
         stage = TokenizerStage(tokenizer, template)
         tokenizer_loop(stage, GrammarGate(inbox, stage.grammars.start), scheduler, server)

@@ -90,7 +90,8 @@ def check_spec(spec: ModelSpec, where: str) -> ModelSpec:
 def _family(config: Mapping[str, Any], where: str) -> str:
     given = config.get("architectures")
     architecture = given[0] if isinstance(given, list) and given else given
-    family = ARCHITECTURES.get(str(architecture))
+    name = str(architecture)
+    family = ARCHITECTURES.get(name if not name.endswith("Model") else f"{name.removesuffix('Model')}ForCausalLM")
     if family is None:
         known = ", ".join(ARCHITECTURES)
         raise ModelUnreadable(f"{where}: architecture {architecture} is not supported; known: {known}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tokenmill.spec import ModelSpec
 from tokenmill.weights.hf_config import spec_from_config
 from tokenmill.weights.stored import StoredTensor, check_ends, float_decoder
 
+HEAD = "lm_head.weight"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -35,6 +37,10 @@ def read_folder(folder: Path) -> tuple[ModelSpec, dict[str, StoredTensor]]:
                 raise ModelUnreadable(f"tensor {name} is twice in {folder}: in {tensors[name].path.name}, {path.name}")
             tensors[name] = tensor
     check_ends(tensors)
+    if not any(name.startswith("model.") for name in tensors):  # saved without the head, as embedding models are
+        has_output = HEAD in tensors or spec.tie_embeddings
+        spec = replace(spec, has_output=has_output, tie_embeddings=HEAD not in tensors)
+        tensors = {name if name == HEAD else f"model.{name}": tensor for name, tensor in tensors.items()}
     return spec, tensors
 
 
@@ -71,7 +77,8 @@ def _weight_files(folder: Path) -> list[Path]:
     if not (folder / INDEX).is_file():
         if (folder / SINGLE).is_file():
             return [folder / SINGLE]
-        raise ModelUnreadable(f"{folder} has neither {SINGLE} nor {INDEX}; other kinds of weight files are not read")
+        kinds = "other kinds, such as pickle files (.bin, .pt), are not read: save it with transformers, as safetensors"
+        raise ModelUnreadable(f"{folder} has neither {SINGLE} nor {INDEX}; {kinds}")
     weight_map = _json(folder / INDEX, (folder / INDEX).read_bytes).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise ModelUnreadable(f"{folder / INDEX} has no weight_map")

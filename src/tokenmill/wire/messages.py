@@ -78,10 +78,14 @@ class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What the engine can hold, in tokens; sent to every tokenizer worker before the first job."""
+    """What the engine can hold, in tokens; sent to every tokenizer worker before the first job.
+
+    Without `has_output` the model makes embeddings only.
+    """
 
     max_model_len: int
     vocab_size: int
+    has_output: bool = True
 
 
 class TokenizeJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -58,6 +58,7 @@ def run_scheduler(settings: SchedulerSettings, report: Report) -> None:
         report.ready(
             max_model_len=config.max_model_len,
             vocab_size=spec.vocab_size,
+            has_output=spec.has_output,
             num_pages=config.num_pages,
             page_size=config.page_size,
             max_waiting=config.max_waiting,
