@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ from tokenmill.engine import warm_up
 from tokenmill.engine.compiler import FIRST_PROMPTS, Rehearsal
 from tokenmill.ops.triton.ops import TritonOps
 from tokenmill.parallel.group import Group
-from tokenmill.spec import ModelSpec
+from tokenmill.spec import ExpertsSpec, ModelSpec
 
 
 class NoGPU(CudaDriver):
@@ -56,6 +57,8 @@ def main(family: str) -> None:
     warm_up.GPU_DRIVERS = (os.devnull,)
     beside = warm_up.WarmUp(RunConfig(), Path(__file__))
     spec = ModelSpec(family, 260, 64, 96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64, max_position=64)
+    if family == "qwen3_moe":
+        spec = replace(spec, experts=ExpertsSpec(num_experts=4, num_chosen=2, size=32, dense_layers=(0,)))
     config = make_config(device="cuda", dtype="bfloat16", threads=2, max_running=3, graph_max_batch=2)
     attention = TritonAttention(
         scale=1.0, num_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16, num_sms=132, pdl=True

@@ -38,7 +38,7 @@ class Hidden:
     """The hidden state of a step's tokens: `value`, to which `parts` are yet to be added."""
 
     value: Tensor  # [tokens, hidden]
-    parts: Tensor | None = None  # [parts, tokens, hidden] float32
+    parts: Tensor | None = None  # [parts, tokens, hidden], float32 or of the value's type
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ class ReferenceOps:
             if len(places):
                 gate, up = F.linear(x[places // experts.num_chosen], experts.gate_up[expert]).chunk(2, dim=-1)
                 outputs[places] = F.linear(F.silu(gate).mul_(up), experts.down[expert])
-        parts = outputs.view(len(x), experts.num_chosen, -1) * weights.unsqueeze(2)  # float32
+        parts = outputs.view(len(x), experts.num_chosen, x.shape[1]) * weights.unsqueeze(2)  # float32
         hidden.value = parts.sum(1).add_(self.settle(hidden)).to(x.dtype)
 
     def settle(self, hidden: Hidden) -> Tensor:

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tokenmill.ops.api import Experts, HeadNorms, Hidden, Norm, Rotation
-from tokenmill.ops.reference import ReferenceOps
 from tokenmill.ops.triton.activation import silu_and_mul
 from tokenmill.ops.triton.gemv import GEMV_ROWS, choose_gemv, gemv
 from tokenmill.ops.triton.inputs import make_rotation, stage_tokens
+from tokenmill.ops.triton.moe import choose_tiles, experts_parts
 from tokenmill.ops.triton.norm import rms_norm
-from tokenmill.ops.triton.products import MAX_ROWS, choose_parts, choose_product, product
+from tokenmill.ops.triton.products import MAX_ROWS, choose_parts, choose_product, choose_scores, product
 from tokenmill.ops.triton.qkv import prepare_qkv
 
 WIDE_LINES = 16384  # of a weight, from where matrix units win at three rows already
@@ -76,16 +77,19 @@ class TritonOps:
 
     def add_experts(self, hidden: Hidden, x: Tensor, router: Tensor, experts: Experts) -> None:
         """See `Ops.add_experts`."""
-        self.settle(hidden)
-        ReferenceOps().add_experts(hidden, x, router, experts)
+        value, rows = self.settle(hidden), x.shape[0]
+        if not rows:
+            return
+        config = choose_scores(rows, x.shape[1]) if x.element_size() == 2 else None
+        scores = F.linear(x, router) if config is None else product(x, router, config, pdl=self._uses_pdl(x))
+        tiles = choose_tiles(rows * experts.num_chosen, len(router), x.element_size())
+        scores = scores.view(-1, rows, len(router))
+        hidden.value, hidden.parts = value, experts_parts(x, scores, experts, tiles, pdl=self._uses_pdl(x))
 
     def settle(self, hidden: Hidden) -> Tensor:
         """See `Ops.settle`."""
         if hidden.parts is not None:
-            total = hidden.value.float()
-            for part in hidden.parts:
-                total.add_(part)
-            hidden.value.copy_(total)
+            hidden.value.copy_(hidden.parts.sum(0, dtype=torch.float32).add_(hidden.value))
             hidden.parts = None
         return hidden.value
 

@@ -111,6 +111,14 @@ def choose_parts(rows: int, lines: int, inputs: int) -> ProductConfig | None:
     return replace(config, splits=splits) if splits > 1 and programs * splits > 0.7 * room else None
 
 
+def choose_scores(rows: int, inputs: int) -> ProductConfig | None:
+    """How few rows are multiplied with a router: in as many parts as keep multiprocessors busy; None is the library."""
+    splits = next((splits for splits in (16, 8, 4, 2) if inputs % (splits * 128) == 0), 1)
+    if rows > MAX_ROWS:
+        return None
+    return ProductConfig(min(64, max(8, triton.next_power_of_2(rows))), 64, 128, 4, swap=True, splits=splits)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _product_kernel(
     x,
