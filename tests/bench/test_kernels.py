@@ -37,10 +37,14 @@ class Device(RerunDevice):
             self.is_capturing = False
 
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+
+
+@pytest.mark.parametrize("has_experts", [False, True])
 @pytest.mark.parametrize(
     ("attention", "eager"), [(CapturableAttention, NEVER_CAPTURED), (ReferenceAttention, NEVER_CAPTURED | DECODE)]
 )
-def test_what_the_engine_captures_is_measured_in_a_graph(attention, eager, monkeypatch, capsys, tmp_path):
+def test_what_the_engine_captures_is_measured_in_a_graph(attention, eager, has_experts, monkeypatch, capsys, tmp_path):
     device, captured = Device(), []
 
     class Attention(attention):
@@ -62,11 +66,16 @@ def test_what_the_engine_captures_is_measured_in_a_graph(attention, eager, monke
     monkeypatch.setattr(kernels, "open_device", lambda config: device)
     monkeypatch.setattr(kernels, "make_backend", lambda *_: Attention(scale=0.25, token_elements=32))
     model = make_tiny_llama(tmp_path, max_position=2304)
+    if has_experts:
+        config = json.loads((model / "config.json").read_text()) | EXPERTS
+        (model / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen3MoeForCausalLM"]}))
     options = ["--device", "cpu", "--dtype", "float32", "--rows", "2", "--context", "20", "--prompt", "20", "--json"]
     assert cli.main(["bench", "kernels", "--model", str(model), *options]) == 0
     names = [json.loads(line)["operation"] for line in capsys.readouterr().out.splitlines()]
     assert captured == [int(name not in eager) for name in names]
     assert set(names) >= NEVER_CAPTURED | DECODE
+    assert names.count("experts") == 2 * has_experts
+    assert ("gate and up product" in names) is not has_experts
 
 
 @pytest.mark.parametrize("is_captured", [True, False])

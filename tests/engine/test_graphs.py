@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.support.graphs import RerunDevice
 from tokenmill.engine.graphs import CAPTURE_SHARE, CaptureBudget, DecodeGraphs, Draw, batch_sizes, graph_bytes
-from tokenmill.spec import ModelSpec
+from tokenmill.spec import ExpertsSpec, ModelSpec
 
 SPARE_SLOT, SPARE_PAGE = 99, 77
 
@@ -145,3 +146,5 @@ def test_the_memory_set_aside_grows_with_what_is_captured():
     assert sizes == sorted(set(sizes))
     assert graph_bytes(spec, 64, 512, 4) > graph_bytes(spec, 64, 512, 2)
     assert graph_bytes(spec, 64, 1024, 2) > graph_bytes(spec, 64, 512, 2)
+    experts = replace(spec, experts=ExpertsSpec(num_experts=8, num_chosen=2, size=128))
+    assert graph_bytes(experts, 64, 512, 2) > graph_bytes(spec, 64, 512, 2)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tokenmill.attention.base import AttentionBackend, FusedAttention, GraphAttention, KVCache, RowLayout
 from tokenmill.config import ResolvedConfig
-from tokenmill.ops.api import HeadNorms, Hidden, Norm, Ops, Rotation
+from tokenmill.ops.api import Experts, HeadNorms, Hidden, Norm, Ops, Rotation
 from tokenmill.sampling.adjust import Upload
 from tokenmill.sampling.batch import Opening, SamplingTable
 from tokenmill.sampling.select import make_sampler
@@ -65,6 +65,7 @@ class Operations:
         yield self._copy()
         for count in rows:
             yield from self._products(count)
+            yield from self._experts(count)
             yield from self._between(count)
             yield from self._draws(count)
             yield from self._decode("", [context] * count)
@@ -72,6 +73,7 @@ class Operations:
                 draw = random.Random(0)
                 lengths = sorted((draw.randint(*RAGGED) for _ in range(count)), reverse=True)
                 yield from self._decode(", ragged", lengths)
+        yield from self._experts(prompt)
         yield self._prefill("prefill attention", prompt, 0)
         yield self._prefill("prefill on a prefix", prompt, prompt)
 
@@ -93,17 +95,48 @@ class Operations:
             ops.add_linear(result, x, weight)
             return result.value
 
+        dense = (
+            ("gate and up product", gated, 2 * inner, hidden, inner),
+            ("down product", partial(added, from_inner), hidden, inner, 2 * hidden),
+        )
         for name, call, outputs, inputs, moved in (
             ("qkv product", normed, qkv, hidden, qkv),
             ("output product", partial(added, from_heads), hidden, heads, 2 * hidden),
-            ("gate and up product", gated, 2 * inner, hidden, inner),
-            ("down product", partial(added, from_inner), hidden, inner, 2 * hidden),
+            *(dense if spec.experts is None or spec.experts.dense_layers else ()),
             ("logits product", normed, spec.vocab_size, hidden, spec.vocab_size),
         ):
             num_bytes = (outputs * inputs + rows * (inputs + moved)) * self._dtype.itemsize
             weights = [self._random(outputs, inputs) for _ in range(self._copies(num_bytes))]
             calls = [partial(call, weight=weight) for weight in weights]
             yield Case(name, rows, calls, num_bytes, 2 * rows * outputs * inputs)
+
+    def _experts(self, rows: int) -> Iterator[Case]:
+        """A layer's experts, with the choice of them; each is as likely as any other."""
+        spec, hidden = self._spec.experts, self._spec.hidden_size
+        if spec is None:
+            return
+        x, residual, router = (self._random(lines, hidden) for lines in (rows, rows, spec.num_experts))
+        used = spec.num_experts * (1 - (1 - spec.num_chosen / spec.num_experts) ** rows)
+        num_bytes = int(3 * used * spec.size * hidden + 3 * x.numel()) * self._dtype.itemsize
+
+        def added(experts: Experts) -> Tensor:
+            result = Hidden(residual)
+            self._ops.add_experts(result, x, router, experts)
+            return result.value
+
+        counters = torch.zeros(spec.num_experts + 1, dtype=torch.int32, device=self._device)
+        each = [
+            Experts(
+                self._random(spec.num_experts, 2 * spec.size, hidden),
+                self._random(spec.num_experts, hidden, spec.size),
+                counters,
+                spec.num_chosen,
+                spec.is_renormalised,
+            )
+            for _ in range(self._copies(num_bytes))
+        ]
+        num_flops = 6 * rows * spec.num_chosen * spec.size * hidden
+        yield Case("experts", rows, [partial(added, experts) for experts in each], num_bytes, num_flops)
 
     def _between(self, rows: int) -> Iterator[Case]:
         """What is neither product nor attention."""

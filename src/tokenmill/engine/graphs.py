@@ -60,6 +60,8 @@ def graph_bytes(spec: ModelSpec, most: int, most_tokens: int, element_size: int)
     """
     heads = spec.num_heads + 2 * spec.num_kv_heads
     widths = 4 * spec.hidden_size + 2 * heads * spec.head_dim + 3 * spec.intermediate_size
+    if spec.experts is not None:  # their results, and those in between; a list of tokens for each
+        widths += spec.experts.num_chosen * (spec.hidden_size + spec.experts.size) + 2 * spec.experts.num_experts
     logits = (most + sum(batch_sizes(most, Draw.LOGITS))) * spec.vocab_size
     count = sum(len(batch_sizes(most, draw)) for draw in Draw)
     return ((most_tokens * widths + logits) * element_size + count * DRIVER_BYTES) if most else 0
