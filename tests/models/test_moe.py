@@ -36,6 +36,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "weights of all experts": ("Qwen3Moe", {**QWEN3, "norm_topk_prob": False}),
     "every second layer": ("Qwen3Moe", {**QWEN3, "decoder_sparse_step": 2}),
     "listed layers": ("Qwen3Moe", {**QWEN3, "mlp_only_layers": [0, 2]}),
+    "stacked": ("Qwen3Moe", QWEN3),
     "mixtral": ("Mixtral", {"num_local_experts": 5}),
     "all experts chosen": ("Mixtral", {"num_local_experts": 3}),
 }
@@ -51,7 +52,7 @@ def make_model(folder: Path, kind: str) -> Path:
         for parameter_name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
             parameter.copy_(1 + 0.1 * noise if "norm" in parameter_name else 1.5 * parameter.shape[-1] ** -0.5 * noise)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, save_original_format=kind != "stacked")
     return folder
 
 

@@ -113,10 +113,7 @@ def _renamed(name: str, tensor: StoredTensor, architecture: Architecture, spec: 
         tensor = replace(tensor, paired_head_dim=spec.head_dim)
     if "{}" not in new or len(tensor.shape) != 3:
         return {new: tensor}
-    experts, rows, columns = tensor.shape
-    size = tensor.row_bytes
-    one = replace(tensor, shape=(rows, columns), row_bytes=size // rows)
-    return {new.format(expert): replace(one, offset=tensor.offset + expert * size) for expert in range(experts)}
+    return {new.format(expert): its for expert, its in enumerate(tensor.unstacked())}
 
 
 def _lowered(decode: Callable[[Tensor], Tensor], offset: float) -> Callable[[Tensor], Tensor]:

@@ -35,13 +35,26 @@ def read_folder(folder: Path) -> tuple[ModelSpec, dict[str, StoredTensor]]:
         for name, tensor in read_safetensors(path).items():
             if name in tensors:
                 raise ModelUnreadable(f"tensor {name} is twice in {folder}: in {tensors[name].path.name}, {path.name}")
-            tensors[name] = tensor
+            tensors |= _of_experts(name, tensor)
     check_ends(tensors)
     if not any(name.startswith("model.") for name in tensors):  # saved without the head, as embedding models are
         has_output = HEAD in tensors or spec.tie_embeddings
         spec = replace(spec, has_output=has_output, tie_embeddings=HEAD not in tensors)
         tensors = {name if name == HEAD else f"model.{name}": tensor for name, tensor in tensors.items()}
     return spec, tensors
+
+
+def _of_experts(name: str, tensor: StoredTensor) -> dict[str, StoredTensor]:
+    """A stack of experts' tensors, as transformers 5 may write it, one by one; any other tensor as it is."""
+    stack, _, kind = name.rpartition(".")
+    if kind not in ("gate_up_proj", "down_proj") or len(tensor.shape) != 3:
+        return {name: tensor}
+    each = list(enumerate(tensor.unstacked()))
+    if kind == "down_proj":
+        return {f"{stack}.{number}.down_proj.weight": its for number, its in each}
+    half, lines = tensor.shape[1] // 2, tensor.shape[1]
+    gates = {f"{stack}.{number}.gate_proj.weight": its.part(0, half) for number, its in each}
+    return gates | {f"{stack}.{number}.up_proj.weight": its.part(half, lines) for number, its in each}
 
 
 def read_spec(folder: Path) -> ModelSpec:

@@ -6,7 +6,7 @@ Mapped pages would count as the process's memory next to the model that is being
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -33,6 +33,16 @@ class StoredTensor:
     def end(self) -> int:
         """The file's first byte after the tensor."""
         return self.offset + self.shape[0] * self.row_bytes
+
+    def part(self, start: int, stop: int) -> StoredTensor:
+        """Rows start .. stop - 1 as a tensor of their own."""
+        return replace(self, offset=self.offset + start * self.row_bytes, shape=(stop - start, *self.shape[1:]))
+
+    def unstacked(self) -> list[StoredTensor]:
+        """The matrices of a stack [matrices, rows, columns], each as a tensor of its own."""
+        count, size = self.shape[0], self.row_bytes
+        one = replace(self, shape=self.shape[1:], row_bytes=size // self.shape[1])
+        return [replace(one, offset=self.offset + index * size) for index in range(count)]
 
     def read(self, start: int, stop: int, *, is_pinned: bool = False) -> Tensor:
         """Rows start .. stop - 1 in their own order, [rows, ...]; plain numbers in pinned memory if that is asked for.
