@@ -94,7 +94,7 @@ def test_truncation_and_padding_in_the_file_do_not_count(tmp_path: Path) -> None
 
 
 def test_folders_that_cannot_work(tmp_path: Path) -> None:
-    with pytest.raises(ModelUnreadable, match=r"no tokenizer\.json"):
+    with pytest.raises(ModelUnreadable, match=r"neither tokenizer\.json nor tokenizer\.model"):
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ModelUnreadable, match="damaged"):

@@ -6,17 +6,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, normalizers
 
 from tokenmill.errors import ModelUnreadable
 from tokenmill.gguf_metadata import read_header
 from tokenmill.text.pre_tokenizers import find_rule
-from tokenmill.text.vocabulary import SPACE_MARK, Vocabulary
+from tokenmill.text.sentence_piece import (
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    Pieces,
+    add_ends,
+    add_tokens,
+    byte_pairs,
+    piece_backend,
+)
+from tokenmill.text.vocabulary import Vocabulary
 from tokenmill.types import Pooling
 
 PREFIX = "tokenizer.ggml."
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 SPECIAL_NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 SAMPLING_KEYS = {
     "temperature": "general.sampling.temp",
@@ -51,8 +60,10 @@ def load_gguf_vocabulary(path: Path) -> Vocabulary:
             raise ModelUnreadable(f"vocabulary kind {kind!r} (tokenizer.ggml.model) is not known; known: gpt2, llama")
     except ModelUnreadable as error:
         raise ModelUnreadable(f"{path}: {error.message}") from error
-    _add_tokens(backend, tokens, kinds)
-    _add_ends(backend, fields, tokens, add_bos)
+    add_tokens(backend, tokens, kinds)
+    bos, eos = (_token_id(fields, key, tokens) for key in ("bos", "eos"))
+    before = bos if fields.get(f"{PREFIX}add_bos_token", add_bos) else None
+    add_ends(backend, tokens, before, eos if fields.get(f"{PREFIX}add_eos_token", False) else None)
     template = fields.get("tokenizer.chat_template")
     return Vocabulary(
         backend=backend,
@@ -82,7 +93,7 @@ def _byte_level(fields: dict[str, Any], tokens: list[str]) -> tuple[Backend, boo
     rule = find_rule(fields.get(f"{PREFIX}pre", "default"))
     pairs = (merge.partition(" ") for merge in fields.get(f"{PREFIX}merges", []))
     merges = [(left, right) for left, _, right in pairs]
-    backend = _bpe(tokens, merges, ignore_merges=rule.ignore_merges)
+    backend = byte_pairs(tokens, merges, ignore_merges=rule.ignore_merges)
     if rule.compose:
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = rule.build()
@@ -94,59 +105,10 @@ def _sentence_piece(fields: dict[str, Any], tokens: list[str], kinds: Sequence[i
     scores = fields.get(f"{PREFIX}scores", [])
     if len(scores) != len(tokens):
         raise ModelUnreadable(f"{len(tokens)} tokens but {len(scores)} scores")
-    merges = _merges_by_score(tokens, scores, kinds)
     unknown = _token_id(fields, "unknown", tokens)
-    unknown_token = None if unknown is None else tokens[unknown]
-    backend = _bpe(tokens, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown_token)
+    ids = {} if unknown is None else {"unknown": unknown}
     add_prefix = bool(fields.get(f"{PREFIX}add_space_prefix", True))
-    marks = normalizers.Replace(" ", SPACE_MARK)
-    prepend = normalizers.Prepend(SPACE_MARK)
-    backend.normalizer = normalizers.Sequence([prepend, marks]) if add_prefix else marks
-    steps = [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if add_prefix else steps)
-    return backend, True
-
-
-def _merges_by_score(tokens: list[str], scores: Sequence[float], kinds: Sequence[int]) -> list[tuple[str, str]]:
-    """Every cut of a token into two others, best score first: SentencePiece's BPE in the form of merges.
-
-    Only normal tokens take part: plain text must not merge into a control token.
-    """
-    ranks = {token: -score for token, score, kind in zip(tokens, scores, kinds, strict=True) if kind == NORMAL}
-    merges = [
-        (rank, -cut, -len(token), index, token)
-        for index, (token, rank) in enumerate(ranks.items())
-        for cut in range(1, len(token))
-        if token[:cut] in ranks and token[cut:] in ranks
-    ]
-    return [(token[:-left], token[-left:]) for _, left, _, _, token in sorted(merges)]
-
-
-def _bpe(tokens: list[str], merges: list[tuple[str, str]], **options: Any) -> Backend:
-    vocab = {token: token_id for token_id, token in enumerate(tokens)}
-    try:
-        return Backend(models.BPE(vocab=vocab, merges=merges, **options))
-    except Exception as error:
-        raise ModelUnreadable(f"vocabulary and merges do not fit each other: {error}") from error
-
-
-def _add_tokens(backend: Backend, tokens: list[str], kinds: Sequence[int]) -> None:
-    special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL]
-    plain = [token for token, kind in zip(tokens, kinds, strict=True) if kind == USER_DEFINED]
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in plain])
-
-
-def _add_ends(backend: Backend, fields: dict[str, Any], tokens: list[str], add_bos: bool) -> None:
-    """Let the backend put bos before and eos after a text where the file asks for it."""
-    bos, eos = (_token_id(fields, key, tokens) for key in ("bos", "eos"))
-    before = bos if fields.get(f"{PREFIX}add_bos_token", add_bos) else None
-    after = eos if fields.get(f"{PREFIX}add_eos_token", False) else None
-    marks = [(tokens[token_id], token_id) for token_id in (before, after) if token_id is not None]
-    if marks:
-        single = [] if before is None else [tokens[before]]
-        single += ["$A"] if after is None else ["$A", tokens[after]]
-        backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=marks)
+    return piece_backend(Pieces(tokens=tokens, scores=scores, kinds=kinds, ids=ids, add_prefix=add_prefix)), True
 
 
 def _end_ids(fields: dict[str, Any], tokens: list[str], kinds: Sequence[int]) -> tuple[int, ...]:

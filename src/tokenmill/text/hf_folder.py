@@ -10,34 +10,29 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from tokenmill.errors import ModelUnreadable
+from tokenmill.text.sentence_piece import CONTROL, UNKNOWN, add_ends, add_tokens, piece_backend, read_pieces
 from tokenmill.text.vocabulary import Vocabulary
 from tokenmill.types import MAX_INT32, Pooling
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+ENDS = ("bos", "eos")
+PIECE_NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown"}
 POOLINGS: dict[str, Pooling] = {"lasttoken": "last", "mean_tokens": "mean"}
 SAMPLING_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def load_folder_vocabulary(path: Path) -> Vocabulary:
-    """Read tokenizer.json and the small files beside it, of which each may be missing.
+    """Read tokenizer.json, else tokenizer.model, and the small files beside it, of which each may be missing.
 
-    Raises ModelUnreadable: no tokenizer.json, or a file that is damaged.
+    Raises ModelUnreadable: there is neither, or a file is damaged.
     """
-    file = path / "tokenizer.json"
-    if not file.is_file():
-        raise ModelUnreadable(
-            f"{path} has no tokenizer.json: convert the tokenizer with transformers' save_pretrained, or use a .gguf"
-        )
-    try:
-        backend = Backend.from_file(str(file))
-    except Exception as error:
-        raise ModelUnreadable(f"{file} is damaged or of a newer kind: {error}") from error
-    backend.no_truncation()
-    backend.no_padding()
     config, generation, model = (
         _read_json(path / name) for name in ("tokenizer_config.json", "generation_config.json", "config.json")
     )
-    special_tokens = {name: text for name in SPECIAL_NAMES if (text := _token_text(config.get(name))) is not None}
+    backend, named, hidden = _backend(path, config)
+    special_tokens = named | {
+        name: text for name in SPECIAL_NAMES if (text := _token_text(config.get(name))) is not None
+    }
     declared = _declared_tokens(config)
     _add_missing(backend, declared, [*special_tokens.values(), *_extra_tokens(config)])
     defaults = {name: generation[name] for name in SAMPLING_NAMES if isinstance(generation.get(name), int | float)}
@@ -48,8 +43,37 @@ def load_folder_vocabulary(path: Path) -> Vocabulary:
         chat_template=_chat_template(path, config),
         sampling_defaults=defaults,
         pooling=_pooling(path),
-        hidden_ids=frozenset(token_id for token_id, (_, is_special) in declared.items() if is_special),
+        hidden_ids=hidden.union(token_id for token_id, (_, is_special) in declared.items() if is_special),
     )
+
+
+def _backend(path: Path, config: dict[str, Any]) -> tuple[Backend, dict[str, str], frozenset[int]]:
+    """The tokenizer; of a tokenizer.model also the special tokens by their names, and ids that are not shown."""
+    file, pieces_file = path / "tokenizer.json", path / "tokenizer.model"
+    if file.is_file():
+        try:
+            backend = Backend.from_file(str(file))
+        except Exception as error:
+            raise ModelUnreadable(f"{file} is damaged or of a newer kind: {error}") from error
+        backend.no_truncation()
+        backend.no_padding()
+        return backend, {}, frozenset()
+    if not pieces_file.is_file():
+        advice = "convert the tokenizer with transformers' save_pretrained, or use a .gguf"
+        raise ModelUnreadable(f"{path} has neither tokenizer.json nor tokenizer.model: {advice}")
+    pieces = read_pieces(pieces_file)
+    try:
+        backend = piece_backend(pieces, prefix_everywhere=config.get("legacy") is not False)
+    except ModelUnreadable as error:
+        raise ModelUnreadable(f"{pieces_file}: {error.message}") from error
+    add_tokens(backend, pieces.tokens, pieces.kinds)
+    for text, token_id in sorted(_read_json(path / "added_tokens.json").items(), key=lambda item: str(item[1])):
+        if token_id == backend.get_vocab_size():
+            backend.add_special_tokens([AddedToken(text, special=True, normalized=False)])
+    bos, eos = (pieces.ids.get(name) if config.get(f"add_{name}_token", name == "bos") else None for name in ENDS)
+    add_ends(backend, pieces.tokens, bos, eos)
+    named = {name: pieces.tokens[pieces.ids[key]] for name, key in PIECE_NAMES.items() if key in pieces.ids}
+    return backend, named, frozenset(i for i, kind in enumerate(pieces.kinds) if kind in (UNKNOWN, CONTROL))
 
 
 def _pooling(path: Path) -> Pooling:

@@ -54,7 +54,7 @@ class Tokenizer:
 
         Raises ModelUnreadable: nothing there to make a tokenizer of, or it is damaged.
         """
-        if or_bytes and path.is_dir() and not (path / "tokenizer.json").exists():
+        if or_bytes and path.is_dir() and not any((path / f"tokenizer.{end}").exists() for end in ("json", "model")):
             return cls(byte_vocabulary())
         return cls(load_folder_vocabulary(path) if path.is_dir() else load_gguf_vocabulary(path))
 
