@@ -14,6 +14,7 @@ from tokenmill.server.schema import (
     Table,
     array,
     either,
+    full,
     given,
     honoured,
     meaningless,
@@ -22,6 +23,7 @@ from tokenmill.server.schema import (
     one_of,
     record,
     refused,
+    tagged,
     text,
     whole,
 )
@@ -49,41 +51,23 @@ TOKEN_IDS = array(whole(0, MAX_INT32), 1)
 PROMPT = either(TEXT, array(TEXT, 1, MAX_CHOICES_IN_ALL), TOKEN_IDS, array(TOKEN_IDS, 1, MAX_CHOICES_IN_ALL))
 BAD_WORD = either(text(1), array(whole(0, MAX_INT32), 1, MAX_BAD_IDS))
 ROLES = ("system", "developer", "user", "assistant", "tool")
-PART = record(["type", "text"], type=one_of("text"), text=TEXT)
+PART = tagged("text", "text", text=TEXT)
 CONTENT = either(TEXT, array(PART, 1))
-GRAMMAR = record(
-    json=either(OBJECT, TEXT, FLAG),
-    json_object=FLAG,
-    regex=TEXT,
-    choice=array(TEXT, 1, MAX_TEXTS),
-    grammar=TEXT,
-    whitespace_pattern=TEXT,
-    disable_any_whitespace=FLAG,
-)
-FORMAT = either(
-    record(["type"], type=one_of("text")),
-    record(["type"], type=one_of("json_object")),
-    record(
-        ["type", "json_schema"],
-        type=one_of("json_schema"),
-        json_schema=record(["schema"], name=text(1, 64), description=TEXT, schema=OBJECT, strict=FLAG),
-    ),
-)
+KINDS = {"json": either(OBJECT, TEXT, FLAG), "json_object": FLAG, "regex": TEXT, "choice": array(TEXT, 1, MAX_TEXTS)}
+GRAMMAR = record(**KINDS, grammar=TEXT, whitespace_pattern=TEXT, disable_any_whitespace=FLAG)
+JSON_SCHEMA = record(["schema"], name=text(1, 64), description=TEXT, schema=OBJECT, strict=FLAG)
+FORMAT = either(tagged("text"), tagged("json_object"), tagged("json_schema", "json_schema", json_schema=JSON_SCHEMA))
 
-FUNCTION_NAME = record(["name"], name=TEXT)
 CALLED = record(["name"], name=TEXT, arguments=either(TEXT, OBJECT), parsed_arguments={})
 CALL = record(["function"], id=TEXT, type=one_of("function"), index=whole(0), function=CALLED)
-TOOL = record(
-    ["type", "function"],
-    type=one_of("function"),
-    function=record(["name"], name=NAME, description=TEXT, parameters=OBJECT, strict=FLAG),
-)
-NAMED_TOOL = record(["type", "function"], type=one_of("function"), function=FUNCTION_NAME)
-ALLOWED_TOOLS = record(["mode", "tools"], mode=one_of("auto", "required"), tools=array(NAMED_TOOL, 1, MAX_TOOLS))
+FUNCTION = record(["name"], name=NAME, description=TEXT, parameters=OBJECT, strict=FLAG)
+TOOL = tagged("function", "function", function=FUNCTION)
+NAMED_TOOL = tagged("function", "function", function=full(name=TEXT))
+ALLOWED_TOOLS = full(mode=one_of("auto", "required"), tools=array(NAMED_TOOL, 1, MAX_TOOLS))
 TOOL_CHOICE = either(
     one_of("none", "auto", "required"),
     NAMED_TOOL,
-    record(["type", "allowed_tools"], type=one_of("allowed_tools"), allowed_tools=ALLOWED_TOOLS),
+    tagged("allowed_tools", "allowed_tools", allowed_tools=ALLOWED_TOOLS),
 )
 
 EFFORT = one_of("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -240,23 +224,16 @@ EMBEDDING = Table(
 COUNT = whole(0)
 LOGPROB = number(-9999, 0)
 END = one_of("stop", "length", "tool_calls", "abort", None)
-USAGE = record(
-    ["prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"],
+USAGE = full(
     prompt_tokens=COUNT,
     completion_tokens=COUNT,
     total_tokens=COUNT,
-    prompt_tokens_details=record(["cached_tokens"], cached_tokens=COUNT),
+    prompt_tokens_details=full(cached_tokens=COUNT),
 )
 SECONDS = nullable(number(0))
 TIMINGS = honoured(
     "timings",
-    record(
-        ["queue", "prefill", "decode", "tokens_per_second"],
-        queue=SECONDS,
-        prefill=SECONDS,
-        decode=SECONDS,
-        tokens_per_second=SECONDS,
-    ),
+    full(queue=SECONDS, prefill=SECONDS, decode=SECONDS, tokens_per_second=SECONDS),
     "seconds in the scheduler until the first choice began, from there to its first token, and to the last end; "
     "with the field timings or the flag --timings, in a stream's last chunk with a choice",
 )
@@ -271,20 +248,11 @@ ENDS = (
     given("choices[].finish_reason", END, "abort: cancelled by the server, or at its deadline; null before the end"),
     honoured("choices[].stop_reason", either(TEXT, COUNT), 'the stop string or id that ended it, or "deadline"'),
 )
-CHAT_TOKEN = record(["token", "logprob", "bytes"], token=TEXT, logprob=LOGPROB, bytes=array(whole(0, 255)))
-CHAT_ENTRY = record(
-    ["token", "logprob", "bytes", "top_logprobs"],
-    **CHAT_TOKEN["properties"],
-    top_logprobs=array(CHAT_TOKEN, 0, MAX_LOGPROBS),
-)
-CHAT_LOGPROBS = honoured(
-    "choices[].logprobs",
-    record(["content", "refusal"], content=array(CHAT_ENTRY), refusal=NULL),
-    "null unless asked for",
-)
+CHAT_TOKEN = full(token=TEXT, logprob=LOGPROB, bytes=array(whole(0, 255)))
+CHAT_ENTRY = full(**CHAT_TOKEN["properties"], top_logprobs=array(CHAT_TOKEN, 0, MAX_LOGPROBS))
+CHAT_LOGPROBS = honoured("choices[].logprobs", full(content=array(CHAT_ENTRY), refusal=NULL), "null unless asked for")
 PROMPT_LOGPROBS = array(nullable(OBJECT))
-SHOWN_FUNCTION = record(["name", "arguments"], name=TEXT, arguments=TEXT)
-SHOWN_CALL = record(["id", "type", "function"], id=TEXT, type=one_of("function"), function=SHOWN_FUNCTION)
+SHOWN_CALL = full(id=TEXT, type=one_of("function"), function=full(name=TEXT, arguments=TEXT))
 CALL_DELTA = record(
     ["index"], index=COUNT, id=TEXT, type=one_of("function"), function=record([], name=TEXT, arguments=TEXT)
 )
@@ -325,8 +293,7 @@ CHAT_CHUNK = Table(
     honoured("usage", USAGE, "with include_usage: null but in the last"),
     TIMINGS,
 )
-COMPLETION_LOGPROBS = record(
-    ["tokens", "token_logprobs", "top_logprobs", "text_offset"],
+COMPLETION_LOGPROBS = full(
     tokens=array(TEXT),
     token_logprobs=array(nullable(LOGPROB)),
     top_logprobs=array(nullable(OBJECT)),
@@ -343,16 +310,8 @@ COMPLETION_RESPONSE = Table(
     honoured("usage", USAGE, "in a stream: with include_usage, null but in the last"),
     TIMINGS,
 )
-ERROR = record(
-    ["error"],
-    error=record(
-        ["message", "type", "param", "code"],
-        message=TEXT,
-        type=TEXT,
-        param=either(TEXT, NULL),
-        code=either(whole(400, 599), one_of("invalid_api_key")),
-    ),
-)
+CODE = either(whole(400, 599), one_of("invalid_api_key"))
+ERROR = full(error=full(message=TEXT, type=TEXT, param=either(TEXT, NULL), code=CODE))
 VECTOR = either(array(number(-1, 1)), TEXT)
 EMBEDDING_RESPONSE = Table(
     given("object", one_of("list")),
@@ -361,6 +320,6 @@ EMBEDDING_RESPONSE = Table(
     given("data[].object", one_of("embedding")),
     given("data[].index", COUNT),
     given("data[].embedding", VECTOR, "of length 1"),
-    given("usage", record(["prompt_tokens", "total_tokens"], prompt_tokens=COUNT, total_tokens=COUNT)),
+    given("usage", full(prompt_tokens=COUNT, total_tokens=COUNT)),
     TIMINGS,
 )

@@ -11,6 +11,7 @@ from tokenmill.server.schema import (
     Table,
     array,
     either,
+    full,
     given,
     honoured,
     meaningless,
@@ -18,6 +19,7 @@ from tokenmill.server.schema import (
     one_of,
     record,
     refused,
+    tagged,
     text,
     whole,
 )
@@ -30,25 +32,15 @@ NOT_HERE = (
     "user metadata service_tier store prompt_cache_options prompt_cache_key prompt_cache_retention safety_identifier"
 )
 CACHE = {"cache_control": OBJECT}
-TEXT_BLOCK = record(["type", "text"], type=one_of("text"), text=TEXT, citations=NULL, **CACHE)
+TEXT_BLOCK = tagged("text", "text", text=TEXT, citations=NULL, **CACHE)
 TEXTS = either(TEXT, array(TEXT_BLOCK))
 BLOCK = either(
     TEXT_BLOCK,
-    record(
-        ["type", "id", "name", "input"],
-        type=one_of("tool_use"),
-        id=TEXT,
-        name=TEXT,
-        input=OBJECT,
-        caller=OBJECT,
-        **CACHE,
-    ),
-    record(
-        ["type", "tool_use_id"], type=one_of("tool_result"), tool_use_id=TEXT, content=TEXTS, is_error=FLAG, **CACHE
-    ),
-    record(["type", "thinking"], type=one_of("thinking"), thinking=TEXT, signature=TEXT),
+    tagged("tool_use", "id name input", id=TEXT, name=TEXT, input=OBJECT, caller=OBJECT, **CACHE),
+    tagged("tool_result", "tool_use_id", tool_use_id=TEXT, content=TEXTS, is_error=FLAG, **CACHE),
+    tagged("thinking", "thinking", thinking=TEXT, signature=TEXT),
 )
-MESSAGE = record(["role", "content"], role=one_of("user", "assistant"), content=either(TEXT, array(BLOCK, 1)))
+MESSAGE = full(role=one_of("user", "assistant"), content=either(TEXT, array(BLOCK, 1)))
 TOOL = record(
     ["name", "input_schema"],
     type=one_of("custom"),
@@ -61,17 +53,15 @@ TOOL = record(
 PARALLEL = {"disable_parallel_tool_use": FLAG}
 CHOICE = either(
     record(["type"], type=one_of("auto", "any"), **PARALLEL),
-    record(["type"], type=one_of("none")),
-    record(["type", "name"], type=one_of("tool"), name=TEXT, **PARALLEL),
+    tagged("none"),
+    tagged("tool", "name", name=TEXT, **PARALLEL),
 )
+FULL = {"display": one_of("full")}
 THINKING = either(
-    record(
-        ["type", "budget_tokens"], type=one_of("enabled"), budget_tokens=whole(1, MAX_INT32), display=one_of("full")
-    ),
-    record(["type"], type=one_of("adaptive"), display=one_of("full")),
-    record(["type"], type=one_of("disabled")),
+    tagged("enabled", "budget_tokens", budget_tokens=whole(1, MAX_INT32), **FULL),
+    tagged("adaptive", **FULL),
+    tagged("disabled"),
 )
-OUTPUT_FORMAT = record(["type", "schema"], type=one_of("json_schema"), schema=OBJECT)
 PROMPT = (
     honoured(
         "messages",
@@ -84,7 +74,11 @@ PROMPT = (
     honoured("tool_choice", CHOICE, "any, tool, one call at most and strict tools: held to by a grammar"),
     honoured("thinking", THINKING, "where the model thinks; budget_tokens ends the thoughts"),
     honoured("output_config", OBJECT),
-    honoured("output_config.format", OUTPUT_FORMAT, "what of a schema cannot be enforced is refused"),
+    honoured(
+        "output_config.format",
+        tagged("json_schema", "schema", schema=OBJECT),
+        "what of a schema cannot be enforced is refused",
+    ),
     honoured("output_config.effort", EFFORT, "as reasoning_effort in chats"),
     refused("output_config.task_budget", "no such service"),
     meaningless("cache_control", OBJECT, NO_EFFECT),
@@ -103,17 +97,11 @@ MESSAGES = Table(
 )
 COUNT_TOKENS = Table(PROMPT, honoured("model", TEXT))
 
-USAGE = record(
-    ["input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens", "output_tokens"],
-    input_tokens=COUNT,
-    cache_read_input_tokens=COUNT,
-    cache_creation_input_tokens=COUNT,
-    output_tokens=COUNT,
-)
+USAGE = full(input_tokens=COUNT, cache_read_input_tokens=COUNT, cache_creation_input_tokens=COUNT, output_tokens=COUNT)
 SHOWN_BLOCK = either(
-    record(["type", "text"], type=one_of("text"), text=TEXT),
-    record(["type", "id", "name", "input"], type=one_of("tool_use"), id=TEXT, name=TEXT, input=OBJECT),
-    record(["type", "thinking", "signature"], type=one_of("thinking"), thinking=TEXT, signature=TEXT),
+    tagged("text", "text", text=TEXT),
+    tagged("tool_use", "id name input", id=TEXT, name=TEXT, input=OBJECT),
+    tagged("thinking", "thinking signature", thinking=TEXT, signature=TEXT),
 )
 STOP_REASON = one_of("end_turn", "max_tokens", "stop_sequence", "tool_use", "pause_turn")
 MESSAGE_RESPONSE = Table(
@@ -129,6 +117,4 @@ MESSAGE_RESPONSE = Table(
     refused("container diagnostics stop_details", "no such service"),
 )
 COUNT_RESPONSE = Table(given("input_tokens", COUNT))
-MESSAGE_ERROR = record(
-    ["type", "error"], type=one_of("error"), error=record(["type", "message"], type=TEXT, message=TEXT)
-)
+MESSAGE_ERROR = tagged("error", "error", error=full(type=TEXT, message=TEXT))

@@ -19,12 +19,14 @@ from tokenmill.server.schema import (
     Table,
     array,
     either,
+    full,
     given,
     honoured,
     nullable,
     one_of,
     record,
     refused,
+    tagged,
     text,
     whole,
     without,
@@ -48,67 +50,28 @@ TEXT_PART = record(
 CONTENT = either(TEXT, array(TEXT_PART, 1))
 NOT_GIVEN = dict.fromkeys(("phase", "caller", "namespace", "async", "async_"), NULL)  # sent back by clients
 SAME = {"id": TEXT, "status": STATUS, **NOT_GIVEN}
+CALLED = {"call_id": TEXT, "name": TEXT, "arguments": TEXT}
 THOUGHT = record(["type", "text"], type=one_of("reasoning_text", "summary_text"), text=TEXT)
+ROLES = one_of("user", "assistant", "system", "developer")
 ITEM = either(
-    record(
-        ["role", "content"],
-        type=one_of("message"),
-        role=one_of("user", "assistant", "system", "developer"),
-        content=CONTENT,
-        **SAME,
-    ),
-    record(
-        ["type", "call_id", "name", "arguments"],
-        type=one_of("function_call"),
-        call_id=TEXT,
-        name=TEXT,
-        arguments=TEXT,
-        parsed_arguments={},
-        **SAME,
-    ),
-    record(["type", "call_id", "output"], type=one_of("function_call_output"), call_id=TEXT, output=CONTENT, **SAME),
-    record(
-        ["type"],
-        type=one_of("reasoning"),
-        summary=array(THOUGHT),
-        content=array(THOUGHT),
-        encrypted_content=NULL,
-        **SAME,
-    ),
+    record(["role", "content"], type=one_of("message"), role=ROLES, content=CONTENT, **SAME),
+    tagged("function_call", "call_id name arguments", **CALLED, parsed_arguments={}, **SAME),
+    tagged("function_call_output", "call_id output", call_id=TEXT, output=CONTENT, **SAME),
+    tagged("reasoning", summary=array(THOUGHT), content=array(THOUGHT), encrypted_content=NULL, **SAME),
 )
-FUNCTION = record(
-    ["type", "name"], type=one_of("function"), name=NAME, description=TEXT, parameters=OBJECT, strict=FLAG
-)
-NAMED = record(["type", "name"], type=one_of("function"), name=TEXT)
-CHOICE = either(
-    one_of("none", "auto", "required"),
-    NAMED,
-    record(
-        ["type", "mode", "tools"],
-        type=one_of("allowed_tools"),
-        mode=one_of("auto", "required"),
-        tools=array(NAMED, 1, MAX_TOOLS),
-    ),
-)
-FORMAT = either(
-    record(["type"], type=one_of("text")),
-    record(["type"], type=one_of("json_object")),
-    record(
-        ["type", "name", "schema"],
-        type=one_of("json_schema"),
-        name=text(1, 64),
-        description=TEXT,
-        schema=OBJECT,
-        strict=FLAG,
-    ),
-)
+NAMED = tagged("function", "name", name=TEXT)
+ALLOWED = {"mode": one_of("auto", "required"), "tools": array(NAMED, 1, MAX_TOOLS)}
+CHOICE = either(one_of("none", "auto", "required"), NAMED, tagged("allowed_tools", "mode tools", **ALLOWED))
+TOOL = tagged("function", "name", name=NAME, description=TEXT, parameters=OBJECT, strict=FLAG)
+SCHEMA = {"name": text(1, 64), "description": TEXT, "schema": OBJECT, "strict": FLAG}
+FORMAT = either(tagged("text"), tagged("json_object"), tagged("json_schema", "name schema", **SCHEMA))
 
 RESPONSES = Table(
     honoured(
         "input", either(TEXT, array(ITEM, 1)), "text alone; messages, function calls, their outputs", required=True
     ),
     honoured("instructions", TEXT, "the system's message, before the input"),
-    honoured("tools", array(FUNCTION, 0, MAX_TOOLS), "functions alone"),
+    honoured("tools", array(TOOL, 0, MAX_TOOLS), "functions alone"),
     honoured("tool_choice", CHOICE, "as in chats"),
     honoured("parallel_tool_calls", FLAG, "as in chats"),
     honoured("text", OBJECT),
@@ -136,48 +99,20 @@ RESPONSES = Table(
 )
 
 PART = either(
-    record(
-        ["type", "text", "annotations", "logprobs"],
-        type=one_of("output_text"),
-        text=TEXT,
-        annotations=array(OBJECT),
-        logprobs=array(OBJECT),
-    ),
-    record(["type", "text"], type=one_of("reasoning_text"), text=TEXT),
+    tagged("output_text", "text annotations logprobs", text=TEXT, annotations=array(OBJECT), logprobs=array(OBJECT)),
+    tagged("reasoning_text", "text", text=TEXT),
 )
+SHOWN = {"id": TEXT, "status": STATUS}
 OUTPUT = either(
-    record(
-        ["type", "id", "status", "role", "content"],
-        type=one_of("message"),
-        id=TEXT,
-        status=STATUS,
-        role=one_of("assistant"),
-        content=array(PART),
-    ),
-    record(
-        ["type", "id", "status", "call_id", "name", "arguments"],
-        type=one_of("function_call"),
-        id=TEXT,
-        status=STATUS,
-        call_id=TEXT,
-        name=TEXT,
-        arguments=TEXT,
-    ),
-    record(
-        ["type", "id", "status", "summary", "content"],
-        type=one_of("reasoning"),
-        id=TEXT,
-        status=STATUS,
-        summary=array(OBJECT),
-        content=array(PART),
-    ),
+    full(type=one_of("message"), **SHOWN, role=one_of("assistant"), content=array(PART)),
+    full(type=one_of("function_call"), **SHOWN, **CALLED),
+    full(type=one_of("reasoning"), **SHOWN, summary=array(OBJECT), content=array(PART)),
 )
-USAGE = record(
-    ["input_tokens", "input_tokens_details", "output_tokens", "output_tokens_details", "total_tokens"],
+USAGE = full(
     input_tokens=COUNT,
-    input_tokens_details=record(["cached_tokens", "cache_write_tokens"], cached_tokens=COUNT, cache_write_tokens=COUNT),
+    input_tokens_details=full(cached_tokens=COUNT, cache_write_tokens=COUNT),
     output_tokens=COUNT,
-    output_tokens_details=record(["reasoning_tokens"], reasoning_tokens=COUNT),
+    output_tokens_details=full(reasoning_tokens=COUNT),
     total_tokens=COUNT,
 )
 ECHOED = (
@@ -192,7 +127,7 @@ RESPONSE = Table(
     given("model", TEXT),
     given("output", array(OUTPUT), "in a stream's first events empty"),
     given("usage", nullable(USAGE), "null before the end; cache_write_tokens are those that were not cached"),
-    given("error", nullable(record(["code", "message"], code=TEXT, message=TEXT)), "with status failed"),
+    given("error", nullable(full(code=TEXT, message=TEXT)), "with status failed"),
     given(
         "incomplete_details",
         nullable(record(["reason"], reason=one_of("max_output_tokens", "abort", "deadline"))),

@@ -56,10 +56,20 @@ def array(items: Schema, least: int | None = None, most: int | None = None) -> S
     return {"type": "array", "items": items} | _given(minItems=least, maxItems=most)
 
 
-def record(required: Sequence[str] = (), **properties: Schema) -> Schema:
+def record(required: Sequence[str] = (), /, **properties: Schema) -> Schema:
     """An object of these properties and no others; those that are not required may be null."""
     shown = {name: value if name in required else nullable(value) for name, value in properties.items()}
     return {"type": "object", "properties": shown, "required": list(required), "additionalProperties": False}
+
+
+def full(**properties: Schema) -> Schema:
+    """An object of all of these properties and no others."""
+    return record(list(properties), **properties)
+
+
+def tagged(kind: str, required: str = "", /, **properties: Schema) -> Schema:
+    """An object of this `type` and these properties; those that are not `required` may be null."""
+    return record(["type", *required.split()], type=one_of(kind), **properties)
 
 
 def one_of(*values: Any) -> Schema:

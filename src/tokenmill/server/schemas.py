@@ -7,29 +7,25 @@ from typing import Any
 
 from tokenmill.server.apis import APIS
 from tokenmill.server.fields import COUNT, DETOKENIZE, ERROR, FLUSH, PIN, PROBE, TOKENIZE
-from tokenmill.server.schema import OBJECT, TEXT, Schema, Table, array, nullable, one_of, record, whole
+from tokenmill.server.schema import OBJECT, TEXT, Schema, Table, array, full, nullable, one_of, record, whole
 from tokenmill.wire.messages import Pulse
 
 PIN_EXAMPLE = {"messages": [{"role": "system", "content": "Be brief."}], "add_generation_prompt": False, "ttl": 600}
 
 
-def _all(**properties: Schema) -> Schema:
-    return record(list(properties), **properties)
-
-
-CARD = _all(id=TEXT, object=one_of("model"), created=COUNT, owned_by=TEXT, max_model_len=COUNT)
+CARD = full(id=TEXT, object=one_of("model"), created=COUNT, owned_by=TEXT, max_model_len=COUNT)
 # What is answered where nothing is generated.
 ANSWERS: Mapping[str, Schema] = {
-    "/v1/models": _all(object=one_of("list"), data=array(CARD)),
+    "/v1/models": full(object=one_of("list"), data=array(CARD)),
     "/v1/models/{name}": CARD,
-    "/health": _all(status=one_of("ok"), **dict.fromkeys(Pulse.__struct_fields__, COUNT)),
-    "/ready": _all(status=one_of("ready")),
-    "/version": _all(version=TEXT),
-    "/v1/requests/{request_id}/cancel": _all(id=TEXT, object=one_of("request.cancelled"), cancelled=whole(1)),
+    "/health": full(status=one_of("ok"), **dict.fromkeys(Pulse.__struct_fields__, COUNT)),
+    "/ready": full(status=one_of("ready")),
+    "/version": full(version=TEXT),
+    "/v1/requests/{request_id}/cancel": full(id=TEXT, object=one_of("request.cancelled"), cancelled=whole(1)),
 }
 # Before OpenAPI 3.2 the schema of an event stream is taken as that of each event.
 EVENT = record(["data"], data=TEXT, event=TEXT)
-TOKENS = _all(count=COUNT, max_model_len=COUNT, tokens=array(COUNT), token_strs=nullable(array(TEXT)))
+TOKENS = full(count=COUNT, max_model_len=COUNT, tokens=array(COUNT), token_strs=nullable(array(TEXT)))
 
 
 def answers_of(path: str = "") -> dict[int | str, dict[str, Any]]:
@@ -60,7 +56,7 @@ def api_body(path: str) -> dict[str, Any]:
 PROBE_BODY = _body(PROBE, {"prompt": "The sun is"})
 PIN_BODY = _body(PIN, PIN_EXAMPLE)
 TOKENIZE_BODY = _body(TOKENIZE, {"prompt": "The sun is"}, TOKENS)
-DETOKENIZE_BODY = _body(DETOKENIZE, {"tokens": [504]}, _all(prompt=TEXT))
+DETOKENIZE_BODY = _body(DETOKENIZE, {"tokens": [504]}, full(prompt=TEXT))
 FLUSH_BODY = _body(FLUSH, {})
 TREE_QUERY = {
     "responses": {"200": {"content": {"text/plain": {"schema": TEXT}}}},
