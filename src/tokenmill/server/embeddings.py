@@ -8,32 +8,23 @@ from array import array
 from collections.abc import Sequence
 
 from tokenmill.errors import InvalidRequest
-from tokenmill.server.generation import Generation
-from tokenmill.server.protocol import GenerationRequest, VectorForm
-from tokenmill.server.shapes import Head, Json
+from tokenmill.server.protocol import VectorForm
+from tokenmill.server.shapes import Json, Shape
 from tokenmill.wire.messages import TextDelta
 
 
-class EmbeddingShape:
+class EmbeddingShape(Shape):
     """/v1/embeddings."""
-
-    def __init__(self, call: GenerationRequest, dialect: object) -> None:
-        self._form = call.vectors
-
-    def start(self, head: Head, generation: Generation) -> None:
-        """See `Shape.start`."""
-        self._head, self._generation = head, generation
 
     def whole(self, deltas: Sequence[Sequence[TextDelta]]) -> Json:
         """See `Shape.whole`. Raises InvalidRequest: more numbers are asked for than there are."""
         count = self._generation.usage.prompt_tokens
         data = [
-            {"object": "embedding", "index": index, "embedding": shown(its[-1].embedding, self._form)}
+            {"object": "embedding", "index": index, "embedding": shown(its[-1].embedding, self._call.vectors)}
             for index, its in enumerate(deltas)
         ]
         usage = {"prompt_tokens": count, "total_tokens": count}
-        body = {"object": "list", "data": data, "model": self._head.model, "usage": usage}
-        return body | {"timings": self._generation.timings} if self._head.has_timings else body
+        return {"object": "list", "data": data, "model": self._head.model, "usage": usage} | self._timings()
 
 
 def shown(vector: bytes, form: VectorForm) -> list[float] | str:

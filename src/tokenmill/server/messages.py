@@ -15,8 +15,8 @@ from tokenmill.server.generation import Generation
 from tokenmill.server.messages_fields import COUNT_TOKENS, MESSAGES
 from tokenmill.server.parts import Part
 from tokenmill.server.protocol import GenerationRequest, parse_chat
-from tokenmill.server.reader import AnswerReader, read_whole
-from tokenmill.server.shapes import Batch, Head, call_id
+from tokenmill.server.reader import read_whole
+from tokenmill.server.shapes import Batch, Head, Streamed, call_id
 from tokenmill.server.sse import encode_event
 from tokenmill.text.dialect import Dialect
 from tokenmill.types import FinishReason
@@ -146,21 +146,19 @@ def _text(content: Any) -> str:
     return content if isinstance(content, str) else "\n".join(block["text"] for block in content)
 
 
-class MessagesShape:
+class MessagesShape(Streamed):
     """Blocks as they come."""
 
     def __init__(self, call: GenerationRequest, dialect: Dialect) -> None:
-        self._call = call
-        self._dialect = dialect
+        super().__init__(call, dialect)
         self._num_blocks = 0
         self._kind = ""  # of the open block
         self._has_calls = False
         self._end = TextDelta(uid=0)
 
     def start(self, head: Head, generation: Generation) -> None:
-        """Begin: the request is accepted."""
-        self._head = head
-        self._generation = generation
+        """See `Shape.start`."""
+        super().start(head, generation)
         self._reader = self._new_reader(self._call.tools.names)
 
     def whole(self, deltas: Sequence[Sequence[TextDelta]]) -> Json:
@@ -226,9 +224,6 @@ class MessagesShape:
             self._num_blocks += 1
             self._kind = ""
 
-    def _new_reader(self, names: Any) -> AnswerReader:
-        return AnswerReader(self._dialect, names, self._generation.is_thinking)
-
     def _block(self, part: Part) -> Json:
         if part.kind == "call":
             return {"type": "tool_use", "id": call_id(self._dialect), "name": part.text, "input": {}}
@@ -256,9 +251,6 @@ class MessagesShape:
             "cache_creation_input_tokens": 0,
             "output_tokens": usage.completion_tokens,
         }
-
-    def _timings(self) -> Json:
-        return {"timings": self._generation.timings} if self._head.has_timings else {}
 
 
 # Of each kind of block: its type, where its text is, and what its deltas are called and hold.

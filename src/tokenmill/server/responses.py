@@ -16,10 +16,10 @@ from tokenmill.server.generation import Generation
 from tokenmill.server.logprobs import chat_logprobs
 from tokenmill.server.parts import Part
 from tokenmill.server.protocol import GenerationRequest, parse_chat
-from tokenmill.server.reader import AnswerReader, is_object
+from tokenmill.server.reader import is_object
 from tokenmill.server.responses_fields import ECHOED, RESPONSES, WITH_LOGPROBS
-from tokenmill.server.shapes import Batch, Head, call_id
-from tokenmill.server.sse import COMMENT, encode_event
+from tokenmill.server.shapes import Batch, Head, Streamed, call_id
+from tokenmill.server.sse import encode_event
 from tokenmill.text.dialect import Dialect
 from tokenmill.types import FinishReason
 from tokenmill.wire.messages import TextDelta
@@ -131,25 +131,23 @@ def _content(content: Any) -> Any:
     return content if isinstance(content, str) else [{"type": "text", "text": part["text"]} for part in content]
 
 
-class ResponsesShape:
+class ResponsesShape(Streamed):
     """Items as they come; each event has the next sequence number."""
 
     def __init__(self, call: GenerationRequest, dialect: Dialect) -> None:
-        self._call = call
-        self._dialect = dialect
+        super().__init__(call, dialect)
         self._number = self._reasoning_tokens = 0
         self._end: TextDelta | None = None
 
     def start(self, head: Head, generation: Generation) -> None:
-        """Begin: the request is accepted."""
-        self._head = head
-        self._generation = generation
+        """See `Shape.start`."""
+        super().start(head, generation)
         self._begin(self._call.tools.names)
 
     def _begin(self, names: Collection[str]) -> None:
         self._output: list[Json] = []
         self._logprobs: list[Json] = []  # of tokens whose text is held back
-        self._reader = AnswerReader(self._dialect, names, self._generation.is_thinking)
+        self._reader = self._new_reader(names)
 
     def whole(self, deltas: Sequence[Sequence[TextDelta]]) -> Json:
         """The whole answer. A call whose arguments are broken is text: then nothing in it is a call."""
@@ -169,10 +167,6 @@ class ResponsesShape:
     def news(self, batch: Batch) -> bytes:
         """Events for what is new."""
         return self._encode(event for _, delta in batch for event in self._events(delta))
-
-    def beat(self) -> bytes:
-        """What is sent while nothing is new."""
-        return COMMENT
 
     def ending(self) -> bytes:
         """Events after the end."""
@@ -301,7 +295,7 @@ class ResponsesShape:
             name: asked[name] for name in (*ECHOED.split(), "user", "service_tier") if asked.get(name) is not None
         }
         response |= {**dict.fromkeys(ECHOED.split()), **DEFAULTS, **counted, **asked_for}
-        return response | ({"timings": self._generation.timings} if head.has_timings and reason is not None else {})
+        return response | (self._timings() if reason is not None else {})
 
     def _usage(self) -> Json:
         usage = self._generation.usage

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -35,48 +36,60 @@ class Head:
     has_timings: bool
 
 
-class Shape(Protocol):
+class Shape(ABC):
     """How one request is answered. `start` is called first, once the request is accepted."""
-
-    def start(self, head: Head, generation: Generation) -> None:
-        """`generation` is read for what it knows of usage and times."""
-
-    def whole(self, deltas: Sequence[Sequence[TextDelta]]) -> Json:
-        """The whole answer, from all deltas of each choice."""
-
-
-@runtime_checkable
-class Streamed(Shape, Protocol):
-    """How one request is answered that may ask for a stream."""
-
-    def opening(self) -> bytes:
-        """The events before any text."""
-
-    def news(self, batch: Batch) -> bytes:
-        """Events for what is new."""
-
-    def beat(self) -> bytes:
-        """What is sent while nothing is new."""
-
-    def ending(self) -> bytes:
-        """The events after the last choice has ended."""
-
-    def failure(self, error: TokenmillError) -> bytes:
-        """The last event of a stream that cannot go on."""
-
-
-class _Chunks:
-    """What OpenAI's two older APIs have in common. A subclass says how one choice is shown."""
-
-    prefix = object = chunk_object = ""
 
     def __init__(self, call: GenerationRequest, dialect: Dialect) -> None:
         self._call = call
         self._dialect = dialect
 
     def start(self, head: Head, generation: Generation) -> None:
+        """`generation` is read for what it knows of usage and times."""
         self._head = head
         self._generation = generation
+
+    @abstractmethod
+    def whole(self, deltas: Sequence[Sequence[TextDelta]]) -> Json:
+        """The whole answer, from all deltas of each choice."""
+
+    def _timings(self) -> Json:
+        return {"timings": self._generation.timings} if self._head.has_timings else {}
+
+    def _new_reader(self, names: Collection[str]) -> AnswerReader:
+        return AnswerReader(self._dialect, names, self._generation.is_thinking)
+
+
+class Streamed(Shape):
+    """How one request is answered that may ask for a stream."""
+
+    @abstractmethod
+    def opening(self) -> bytes:
+        """The events before any text."""
+
+    @abstractmethod
+    def news(self, batch: Batch) -> bytes:
+        """Events for what is new."""
+
+    def beat(self) -> bytes:
+        """What is sent while nothing is new."""
+        return COMMENT
+
+    @abstractmethod
+    def ending(self) -> bytes:
+        """The events after the last choice has ended."""
+
+    @abstractmethod
+    def failure(self, error: TokenmillError) -> bytes:
+        """The last event of a stream that cannot go on."""
+
+
+class _Chunks(Streamed):
+    """What OpenAI's two older APIs have in common. A subclass says how one choice is shown."""
+
+    prefix = object = chunk_object = ""
+
+    def start(self, head: Head, generation: Generation) -> None:
+        super().start(head, generation)
         self._events = Chunks(self._same(self.chunk_object), {"usage": None} if self._call.include_usage else {})
 
     def whole(self, deltas: Sequence[Sequence[TextDelta]]) -> Json:
@@ -95,9 +108,6 @@ class _Chunks:
         more = self._timings() if self._generation.has_ended else {}
         return b"".join(self._event(choice, more if choice is chunks[-1] else {}) for choice in chunks)
 
-    def beat(self) -> bytes:
-        return COMMENT
-
     def ending(self) -> bytes:
         if not self._call.include_usage:
             return DONE
@@ -111,17 +121,17 @@ class _Chunks:
         """Choices of chunks that come before any text."""
         return iter(())
 
+    @abstractmethod
     def chunks(self, index: int, delta: TextDelta) -> Iterator[Json]:
         """Choices of the chunks for what is new."""
-        raise NotImplementedError
 
+    @abstractmethod
     def choice(self, index: int, whole: TextDelta) -> Json:
         """One choice of a whole answer; `whole` is the delta that ended it, with all text and logprobs."""
-        raise NotImplementedError
 
+    @abstractmethod
     def add_prompt_logprobs(self, body: Json, prompts: list[list[TokenLogprobs]]) -> None:
         """Put them into a whole answer."""
-        raise NotImplementedError
 
     def _joined(self, deltas: Sequence[TextDelta]) -> TextDelta:
         entries = [its for delta in deltas for its in self._with_echo(delta).logprobs or ()]
@@ -133,9 +143,6 @@ class _Chunks:
         if not (self._call.echo and self._call.params.logprobs is not None and delta.prompt_logprobs):
             return delta
         return replace(delta, logprobs=delta.prompt_logprobs + (delta.logprobs or []))
-
-    def _timings(self) -> Json:
-        return {"timings": self._generation.timings} if self._head.has_timings else {}
 
     def _event(self, choice: Json, more: Mapping[str, Any] = {}) -> bytes:
         return self._events.encode(choice, more)
@@ -162,7 +169,7 @@ class ChatShape(_Chunks):
 
     def first_chunks(self, index: int) -> Iterator[Json]:
         """The role, with empty content."""
-        self._readers[index] = self._reader(self._call.tools.names)
+        self._readers[index] = self._new_reader(self._call.tools.names)
         yield self._chunk(index, {"role": "assistant", "content": ""})
 
     def chunks(self, index: int, delta: TextDelta) -> Iterator[Json]:
@@ -181,7 +188,7 @@ class ChatShape(_Chunks):
 
     def choice(self, index: int, whole: TextDelta) -> Json:
         """A call whose arguments are cut or broken is shown as what it is: content."""
-        parts = read_whole(whole.text, self._call.tools.names, self._reader)
+        parts = read_whole(whole.text, self._call.tools.names, self._new_reader)
         message: Json = {"role": "assistant", "content": None, "refusal": None}
         calls: list[Json] = []
         for part in parts:
@@ -202,9 +209,6 @@ class ChatShape(_Chunks):
     def add_prompt_logprobs(self, body: Json, prompts: list[list[TokenLogprobs]]) -> None:
         """Those of the prompt, as each choice has them."""
         body["prompt_logprobs"] = prompt_logprobs(prompts[0])
-
-    def _reader(self, names: Collection[str]) -> AnswerReader:
-        return AnswerReader(self._dialect, names, self._generation.is_thinking)
 
     def _chunk(self, index: int, delta: Json) -> Json:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
