@@ -55,15 +55,15 @@ class ApiSettings:
     def make_app(self, client: EngineClient) -> ASGIApp:
         """The app over a client."""
         server = self.server
+        pooling = self.engine.get("pooling", "last") if server.pooling == "auto" else server.pooling
         settings = AppSettings(
             model=self.name,
             max_model_len=self.engine["max_model_len"],
             has_priorities=self.engine["has_priorities"],
             max_body_bytes=server.max_body_bytes,
-            sampling_defaults=self.engine.get("sampling_defaults", {}),
+            sampling_defaults={**self.engine.get("sampling_defaults", {}), "pooling": pooling},
             dialect=self.engine.get("dialect", Dialect()),
             sse_keep_alive=server.sse_keep_alive,
-            pooling=self.engine.get("pooling", "last") if server.pooling == "auto" else server.pooling,
             timings=server.timings,
         )
         return create_app(client, settings, EdgeSettings(self.keys, server.cors_origins))

@@ -1,32 +1,49 @@
-"""The APIs that generate: for each path its request, the kinds of its answers, an example, and its errors."""
+"""The APIs: how each reads its requests and shapes its answers, and what OpenAPI shows of them at /docs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tokenmill.server.embeddings import EmbeddingShape
 from tokenmill.server.fields import (
     CHAT,
     CHAT_CHUNK,
     CHAT_RESPONSE,
     COMPLETION,
     COMPLETION_RESPONSE,
+    COUNT,
+    DETOKENIZE,
     EMBEDDING,
     EMBEDDING_RESPONSE,
     ERROR,
+    FLUSH,
+    PIN,
+    PROBE,
+    TOKENIZE,
 )
+from tokenmill.server.messages import MessagesShape, parse_count, parse_messages
 from tokenmill.server.messages_fields import COUNT_RESPONSE, COUNT_TOKENS, MESSAGE_ERROR, MESSAGE_RESPONSE, MESSAGES
+from tokenmill.server.protocol import GenerationRequest, parse_chat, parse_completion, parse_embedding
+from tokenmill.server.responses import ResponsesShape, parse_responses
 from tokenmill.server.responses_fields import RESPONSE, RESPONSES
-from tokenmill.server.schema import Schema, Table
+from tokenmill.server.schema import OBJECT, TEXT, Schema, Table, array, full, nullable, one_of, record, whole
+from tokenmill.server.shapes import ChatShape, CompletionShape, Shape
+from tokenmill.text.dialect import Dialect
+from tokenmill.wire.messages import Pulse
 
 HELLO = [{"role": "user", "content": "Hello"}]
+PIN_EXAMPLE = {"messages": [{"role": "system", "content": "Be brief."}], "add_generation_prompt": False, "ttl": 600}
 
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """Of `answers`, the first is that of a request without a stream."""
+    """Of `answers`, the first is that of a request without a stream. Without a shape nothing is generated."""
 
+    summary: str
+    parse: Callable[..., GenerationRequest]
+    shape: Callable[[GenerationRequest, Dialect], Shape] | None
     request: Table
     answers: Mapping[str, Table]
     example: Mapping[str, Any]
@@ -35,17 +52,109 @@ class Api:
 
 APIS: Mapping[str, Api] = {
     "/v1/chat/completions": Api(
+        "Chat, OpenAI-compatible",
+        parse_chat,
+        ChatShape,
         CHAT,
         {"response": CHAT_RESPONSE, "chunk of a stream": CHAT_CHUNK},
         {"messages": HELLO, "max_tokens": 64, "stream": True},
     ),
     "/v1/completions": Api(
+        "Text completion, OpenAI-compatible",
+        parse_completion,
+        CompletionShape,
         COMPLETION,
         {"response, and chunk of a stream": COMPLETION_RESPONSE},
         {"prompt": "The sun is", "max_tokens": 16},
     ),
-    "/v1/embeddings": Api(EMBEDDING, {"response": EMBEDDING_RESPONSE}, {"input": "The sun is"}),
-    "/v1/responses": Api(RESPONSES, {"response": RESPONSE}, {"input": "Hello", "max_output_tokens": 64}),
-    "/v1/messages": Api(MESSAGES, {"response": MESSAGE_RESPONSE}, {"messages": HELLO, "max_tokens": 64}, MESSAGE_ERROR),
-    "/v1/messages/count_tokens": Api(COUNT_TOKENS, {"response": COUNT_RESPONSE}, {"messages": HELLO}, MESSAGE_ERROR),
+    "/v1/embeddings": Api(
+        "Embeddings, OpenAI-compatible",
+        parse_embedding,
+        EmbeddingShape,
+        EMBEDDING,
+        {"response": EMBEDDING_RESPONSE},
+        {"input": "The sun is"},
+    ),
+    "/v1/responses": Api(
+        "Responses, OpenAI-compatible, without anything stored",
+        parse_responses,
+        ResponsesShape,
+        RESPONSES,
+        {"response": RESPONSE},
+        {"input": "Hello", "max_output_tokens": 64},
+    ),
+    "/v1/messages": Api(
+        "Messages, Anthropic-compatible",
+        parse_messages,
+        MessagesShape,
+        MESSAGES,
+        {"response": MESSAGE_RESPONSE},
+        {"messages": HELLO, "max_tokens": 64},
+        MESSAGE_ERROR,
+    ),
+    "/v1/messages/count_tokens": Api(
+        "Tokens of a message's prompt",
+        parse_count,
+        None,
+        COUNT_TOKENS,
+        {"response": COUNT_RESPONSE},
+        {"messages": HELLO},
+        MESSAGE_ERROR,
+    ),
+}
+CARD = full(id=TEXT, object=one_of("model"), created=COUNT, owned_by=TEXT, max_model_len=COUNT)
+# What is answered where nothing is generated.
+ANSWERS: Mapping[str, Schema] = {
+    "/v1/models": full(object=one_of("list"), data=array(CARD)),
+    "/v1/models/{name}": CARD,
+    "/health": full(status=one_of("ok"), **dict.fromkeys(Pulse.__struct_fields__, COUNT)),
+    "/ready": full(status=one_of("ready")),
+    "/version": full(version=TEXT),
+    "/v1/requests/{request_id}/cancel": full(id=TEXT, object=one_of("request.cancelled"), cancelled=whole(1)),
+}
+# Before OpenAPI 3.2 the schema of an event stream is taken as that of each event.
+EVENT = record(["data"], data=TEXT, event=TEXT)
+TOKENS = full(count=COUNT, max_model_len=COUNT, tokens=array(COUNT), token_strs=nullable(array(TEXT)))
+
+
+def answers_of(path: str = "") -> dict[int | str, dict[str, Any]]:
+    """What a route without a body answers."""
+    error: dict[int | str, dict[str, Any]] = {"default": {"description": "an error", **_content(ERROR)}}
+    return {**error, 200: _content(ANSWERS[path])} if path else error
+
+
+def _content(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"content": {"application/json": {"schema": schema}}}
+
+
+def _body(table: Table, example: Mapping[str, Any], answer: Schema = OBJECT, error: Schema = ERROR) -> dict[str, Any]:
+    body = {"required": True, **_content(table.schema | {"example": example})}
+    answers = {"200": _content(answer), "default": {"description": "an error", **_content(error)}}
+    return {"requestBody": body, "responses": answers}
+
+
+def api_body(path: str) -> dict[str, Any]:
+    """That of one of the APIs."""
+    api = APIS[path]
+    body = _body(api.request, api.example, next(iter(api.answers.values())).schema, api.error)
+    if "stream" in api.request.fields:
+        body["responses"]["200"]["content"]["text/event-stream"] = {"schema": EVENT}
+    return body
+
+
+PROBE_BODY = _body(PROBE, {"prompt": "The sun is"})
+PIN_BODY = _body(PIN, PIN_EXAMPLE)
+TOKENIZE_BODY = _body(TOKENIZE, {"prompt": "The sun is"}, TOKENS)
+DETOKENIZE_BODY = _body(DETOKENIZE, {"tokens": [504]}, full(prompt=TEXT))
+FLUSH_BODY = _body(FLUSH, {})
+TREE_QUERY = {
+    "responses": {"200": {"content": {"text/plain": {"schema": TEXT}}}},
+    "parameters": [
+        {"name": name, "in": "query", "schema": kind}
+        for name, kind in (
+            ("format", one_of("json", "text")),
+            ("max_nodes", whole(1, 10_000)),
+            ("max_depth", whole(1, 64)),
+        )
+    ],
 }

@@ -11,10 +11,10 @@ from starlette.responses import PlainTextResponse, Response
 
 from tokenmill.errors import InvalidRequest
 from tokenmill.sched.dump import as_text
+from tokenmill.server.apis import FLUSH_BODY, PIN_BODY, PROBE_BODY, TREE_QUERY, answers_of
 from tokenmill.server.client import EngineClient
 from tokenmill.server.errors import json_response
 from tokenmill.server.protocol import parse_cache_call
-from tokenmill.server.schemas import FLUSH_BODY, PIN_BODY, PROBE_BODY, TREE_QUERY, answers_of
 from tokenmill.wire.messages import CacheCall, CacheVerb
 
 Reader = Callable[[Request], Awaitable[tuple[dict[str, Any], int]]]

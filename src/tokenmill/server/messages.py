@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from tokenmill.errors import InvalidRequest, TokenmillError
-from tokenmill.server.errors import anthropic_error, renamed
+from tokenmill.server.errors import anthropic_error
 from tokenmill.server.fields import CHAT
 from tokenmill.server.generation import Generation
 from tokenmill.server.messages_fields import COUNT_TOKENS, MESSAGES
 from tokenmill.server.parts import Part
-from tokenmill.server.protocol import GenerationRequest, parse_chat
+from tokenmill.server.protocol import PLAIN, GenerationRequest, parse_as_chat
 from tokenmill.server.reader import read_whole
 from tokenmill.server.shapes import Batch, Head, Streamed, call_id
 from tokenmill.server.sse import encode_event
@@ -38,27 +37,17 @@ STOP_REASONS = {FinishReason.LENGTH: "max_tokens", FinishReason.STOP: "end_turn"
 
 
 def parse_messages(
-    body: Json,
-    defaults: Mapping[str, Any],
-    now: int = 0,
-    dialect: Dialect = Dialect(),  # noqa: B008  (immutable)
+    body: Json, defaults: Mapping[str, Any], now: int = 0, dialect: Dialect = PLAIN
 ) -> GenerationRequest:
     """A /v1/messages request as one of a chat; see `parse_chat`."""
     MESSAGES.check_all(body)
-    return _parse(body, defaults, now, dialect)
+    return parse_as_chat(_chat_body(body, dialect), RENAMED, defaults, now, dialect)
 
 
-def parse_count(body: Json, dialect: Dialect) -> GenerationRequest:
+def parse_count(body: Json, defaults: Mapping[str, Any], now: int = 0, dialect: Dialect = PLAIN) -> GenerationRequest:
     """What a /v1/messages/count_tokens request would ask for."""
     COUNT_TOKENS.check_all(body)
-    return _parse({**body, "max_tokens": 1}, {}, 0, dialect)
-
-
-def _parse(body: Json, defaults: Mapping[str, Any], now: int, dialect: Dialect) -> GenerationRequest:
-    try:
-        return replace(parse_chat(_chat_body(body, dialect), defaults, now, dialect), names=RENAMED)
-    except InvalidRequest as error:
-        raise renamed(error, RENAMED) from None
+    return parse_as_chat(_chat_body(body, dialect) | {"max_tokens": 1}, RENAMED, {}, now, dialect)
 
 
 def _chat_body(body: Json, dialect: Dialect) -> Json:

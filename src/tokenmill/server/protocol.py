@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
 from tokenmill.errors import InvalidRequest, UnsupportedField
+from tokenmill.server.errors import renamed
 from tokenmill.server.fields import (
     CHAT,
     COMPLETION,
@@ -29,7 +30,6 @@ from tokenmill.text.messages import check_messages
 from tokenmill.types import (
     MAX_GRAMMARS_IN_ALL,
     MAX_INT32,
-    Pooling,
     SamplingParams,
     Scheduling,
     StructuredOutputs,
@@ -121,6 +121,16 @@ def parse_chat(
     return _finish(fields, [prompt], defaults, now, logprobs=logprobs, structured=structured, tools=use)
 
 
+def parse_as_chat(
+    body: dict[str, Any], names: Mapping[str, str], defaults: Mapping[str, Any], now: int, dialect: Dialect
+) -> GenerationRequest:
+    """A chat that another API's request asks for; see `parse_chat`. `names` are those that errors must have."""
+    try:
+        return replace(parse_chat(body, defaults, now, dialect), names=names)
+    except InvalidRequest as error:
+        raise renamed(error, names) from None
+
+
 def parse_completion(
     body: dict[str, Any], defaults: Mapping[str, Any], now: int = 0, dialect: Dialect = PLAIN
 ) -> GenerationRequest:
@@ -133,12 +143,14 @@ def parse_completion(
     return _finish(fields, prompts, defaults, now, COMPLETION_MAX_TOKENS, structured=_structured(fields), **options)
 
 
-def parse_embedding(pooling: Pooling, body: dict[str, Any], now: int = 0) -> GenerationRequest:
+def parse_embedding(
+    body: dict[str, Any], defaults: Mapping[str, Any], now: int = 0, dialect: Dialect = PLAIN
+) -> GenerationRequest:
     """A /v1/embeddings request; see `parse_chat`."""
     fields = _Fields(body, EMBEDDING)
     prompts = _prompts(fields.raw("input"), "input")
     vectors = VectorForm(fields.take("dimensions"), fields.take("encoding_format") == "base64")
-    params = SamplingParams(max_tokens=0, temperature=0, pooling=pooling)
+    params = SamplingParams(max_tokens=0, temperature=0, pooling=defaults.get("pooling", "last"))
     return GenerationRequest(
         prompts=prompts, params=params, vectors=vectors, names={"prompt": "input"}, **_shared(fields, now)
     )

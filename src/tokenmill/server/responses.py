@@ -9,13 +9,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tokenmill.errors import InvalidRequest, TokenmillError
-from tokenmill.server.errors import renamed
+from tokenmill.errors import TokenmillError
 from tokenmill.server.fields import CHAT
 from tokenmill.server.generation import Generation
 from tokenmill.server.logprobs import chat_logprobs
 from tokenmill.server.parts import Part
-from tokenmill.server.protocol import GenerationRequest, parse_chat
+from tokenmill.server.protocol import PLAIN, GenerationRequest, parse_as_chat
 from tokenmill.server.reader import is_object
 from tokenmill.server.responses_fields import ECHOED, RESPONSES, WITH_LOGPROBS
 from tokenmill.server.shapes import Batch, Head, Streamed, call_id
@@ -50,18 +49,11 @@ DEFAULTS: Mapping[str, Any] = {
 
 
 def parse_responses(
-    body: Json,
-    defaults: Mapping[str, Any],
-    now: int = 0,
-    dialect: Dialect = Dialect(),  # noqa: B008  (immutable)
+    body: Json, defaults: Mapping[str, Any], now: int = 0, dialect: Dialect = PLAIN
 ) -> GenerationRequest:
     """A /v1/responses request as one of a chat; see `parse_chat`."""
     RESPONSES.check_all(body)
-    try:
-        call = parse_chat(_chat_body(body), defaults, now, dialect)
-    except InvalidRequest as error:
-        raise renamed(error, RENAMED) from None
-    return replace(call, asked=body, names=RENAMED)
+    return replace(parse_as_chat(_chat_body(body), RENAMED, defaults, now, dialect), asked=body)
 
 
 def _chat_body(body: Json) -> Json:

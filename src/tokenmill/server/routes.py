@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,39 +13,16 @@ from starlette.responses import PlainTextResponse, Response
 from tokenmill.clock import milliseconds
 from tokenmill.errors import ModelNotFound, UnsupportedField
 from tokenmill.server.answer import Answer, request_name
+from tokenmill.server.apis import APIS, DETOKENIZE_BODY, TOKENIZE_BODY, answers_of, api_body
 from tokenmill.server.cache_routes import add_cache_routes
 from tokenmill.server.client import EngineClient
-from tokenmill.server.embeddings import EmbeddingShape
 from tokenmill.server.errors import BodyTooLarge, ClientLeft, RouteError, WrongContentType, json_response
-from tokenmill.server.messages import MessagesShape, parse_count, parse_messages
 from tokenmill.server.metrics import CONTENT_TYPE, render
-from tokenmill.server.protocol import (
-    GenerationRequest,
-    decode_body,
-    parse_chat,
-    parse_completion,
-    parse_detokenize,
-    parse_embedding,
-    parse_tokenize,
-)
-from tokenmill.server.responses import ResponsesShape, parse_responses
-from tokenmill.server.schemas import DETOKENIZE_BODY, TOKENIZE_BODY, answers_of, api_body
+from tokenmill.server.protocol import decode_body, parse_detokenize, parse_tokenize
 from tokenmill.server.settings import AppSettings
-from tokenmill.server.shapes import ChatShape, CompletionShape, Shape
-from tokenmill.text.dialect import Dialect
 from tokenmill.types import MAX_NAME
 from tokenmill.version import __version__
 from tokenmill.wire.messages import TextCall
-
-GENERATING: Mapping[
-    str, tuple[Callable[..., GenerationRequest], Callable[[GenerationRequest, Dialect], Shape], str]
-] = {
-    "/v1/chat/completions": (parse_chat, ChatShape, "Chat, OpenAI-compatible"),
-    "/v1/completions": (parse_completion, CompletionShape, "Text completion, OpenAI-compatible"),
-    "/v1/responses": (parse_responses, ResponsesShape, "Responses, OpenAI-compatible, without anything stored"),
-    "/v1/messages": (parse_messages, MessagesShape, "Messages, Anthropic-compatible"),
-}
-COUNT_PATH = "/v1/messages/count_tokens"
 
 
 def make_router(client: EngineClient, settings: AppSettings) -> APIRouter:
@@ -59,14 +35,6 @@ def make_router(client: EngineClient, settings: AppSettings) -> APIRouter:
         "owned_by": "tokenmill",
         "max_model_len": settings.max_model_len,
     }
-
-    @router.post(COUNT_PATH, openapi_extra=api_body(COUNT_PATH), summary="Tokens of a message's prompt")
-    async def count_tokens(request: Request) -> Response:
-        body, size = await read(request)
-        counted = parse_count(body, settings.dialect)
-        _check_model(counted.model)
-        told = await client.ask(TextCall(), settings.answer_timeout, counted.prompts[0], size)
-        return json_response({"input_tokens": told["count"]})
 
     @router.get("/v1/models", responses=answers_of("/v1/models"), summary="The model that is served")
     async def models() -> Response:
@@ -132,18 +100,14 @@ def make_router(client: EngineClient, settings: AppSettings) -> APIRouter:
 
     add_cache_routes(router, client, read, settings.answer_timeout)
 
-    def parse_vectors(body: dict[str, Any], defaults: object, now: int, dialect: object) -> GenerationRequest:
-        return parse_embedding(settings.pooling, body, now)
-
-    embeddings = parse_vectors, EmbeddingShape, "Embeddings, OpenAI-compatible"
-    generating = {**GENERATING, "/v1/embeddings": embeddings}
-
     async def answer(path: str, request: Request) -> Response:
-        parse, shape, _ = generating[path]
-        came = milliseconds()
+        api, came = APIS[path], milliseconds()
         raw = await read_body(request, settings.max_body_bytes)
-        call = parse(decode_body(raw), settings.sampling_defaults, came, settings.dialect)
+        call = api.parse(decode_body(raw), settings.sampling_defaults, came, settings.dialect)
         _check_model(call.model)
+        if api.shape is None:
+            told = await client.ask(TextCall(), settings.answer_timeout, call.prompts[0], len(raw))
+            return json_response({"input_tokens": told["count"]})
         if call.scheduling.priority and not settings.has_priorities:
             advice = "start the server with --policy priority or --eviction priority, or leave it out"
             raise UnsupportedField(f"priority means nothing to this server's policies: {advice}", "priority")
@@ -154,10 +118,10 @@ def make_router(client: EngineClient, settings: AppSettings) -> APIRouter:
             scheduling = msgspec.structs.replace(call.scheduling, tenant=tenant)
             call = dataclasses.replace(call, scheduling=scheduling)
         request_id = call.request_id or state.request_id
-        return Answer(client, call, shape(call, settings.dialect), settings, request_id, state.holder, len(raw))
+        return Answer(client, call, api.shape(call, settings.dialect), settings, request_id, state.holder, len(raw))
 
-    for path, (_, _, summary) in generating.items():
-        router.post(path, openapi_extra=api_body(path), summary=summary)(partial(answer, path))
+    for path, api in APIS.items():
+        router.post(path, openapi_extra=api_body(path), summary=api.summary)(partial(answer, path))
 
     def _check_model(name: str | None) -> None:
         if name not in (None, settings.model):

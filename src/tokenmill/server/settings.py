@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokenmill.text.dialect import Dialect
-from tokenmill.types import Pooling
 
 
 @dataclass(frozen=True)
@@ -17,7 +16,7 @@ class AppSettings:
 
     `has_priorities`: requests may have one. `sampling_defaults` and `dialect` are the model's own. The scheduler must
     answer within `answer_timeout` seconds. A stream without news for `sse_keep_alive` seconds gets a comment; 0 is
-    never. `timings`: every answer has them. `pooling` is that of embeddings.
+    never. `timings`: every answer has them.
     """
 
     model: str
@@ -29,5 +28,4 @@ class AppSettings:
     answer_timeout: float = 5.0
     sse_keep_alive: float = 0.0
     timings: bool = False
-    pooling: Pooling = "last"
     created: int = field(default_factory=lambda: int(time.time()))
