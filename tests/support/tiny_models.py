@@ -13,6 +13,8 @@ from torch import Tensor
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")  # ids 0 to 3; byte b is one token
 END_ID = 2
+MODEL_TYPES = {"Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe"}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "norm_topk_prob": True}
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -41,7 +43,7 @@ def make_tiny_llama(
     architecture: str = "LlamaForCausalLM",
     seed: int = 0,
 ) -> Path:
-    """Write a random Llama, or Qwen3 by `architecture`, and a tokenizer with one token a byte; returns `folder`.
+    """Write a random model, a Llama or as `architecture` says, and a byte tokenizer; returns `folder`.
 
     `rope` is the scaling dict of config.json ({"rope_type": "yarn", "factor": 4.0, ...}), written under the key
     `rope_form`: "rope_scaling" (with rope_theta beside it) or "rope_parameters" (with rope_theta inside).
@@ -50,7 +52,7 @@ def make_tiny_llama(
     folder.mkdir(parents=True, exist_ok=True)
     config: dict[str, Any] = {
         "architectures": [architecture],
-        "model_type": "qwen3" if architecture == "Qwen3ForCausalLM" else "llama",
+        "model_type": MODEL_TYPES.get(architecture, "llama"),
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
         "intermediate_size": intermediate_size,
@@ -68,6 +70,8 @@ def make_tiny_llama(
         "bos_token_id": 0,
         "eos_token_id": END_ID,
     }
+    if architecture == "Qwen3MoeForCausalLM":
+        config |= EXPERTS
     if rope_form == "rope_parameters":
         config["rope_parameters"] = {"rope_theta": rope_theta, "rope_type": "default", **(rope or {})}
     else:
@@ -94,7 +98,7 @@ def random_llama_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, Ten
         if bias:
             tensors[f"{name}.bias"] = noise(rows, scale=0.5)
 
-    hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    hidden, head_dim = config["hidden_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     bias, mlp_bias = config["attention_bias"], config["mlp_bias"]
     tensors["model.embed_tokens.weight"] = noise(config["vocab_size"], hidden, scale=0.3)
@@ -105,13 +109,19 @@ def random_llama_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, Ten
         add_linear(f"{prefix}.self_attn.k_proj", kv_heads * head_dim, hidden, bias)
         add_linear(f"{prefix}.self_attn.v_proj", kv_heads * head_dim, hidden, bias)
         add_linear(f"{prefix}.self_attn.o_proj", hidden, heads * head_dim, bias)
-        if config["model_type"] == "qwen3":
+        if config["model_type"] != "llama":
             for name in ("q_norm", "k_norm"):
                 tensors[f"{prefix}.self_attn.{name}.weight"] = 1 + noise(head_dim, scale=0.3)
         tensors[f"{prefix}.post_attention_layernorm.weight"] = 1 + noise(hidden, scale=0.1)
-        add_linear(f"{prefix}.mlp.gate_proj", inner, hidden, mlp_bias)
-        add_linear(f"{prefix}.mlp.up_proj", inner, hidden, mlp_bias)
-        add_linear(f"{prefix}.mlp.down_proj", hidden, inner, mlp_bias)
+        mlps, inner = [f"{prefix}.mlp"], config["intermediate_size"]
+        if "num_experts" in config:
+            mlps = [f"{prefix}.mlp.experts.{expert}" for expert in range(config["num_experts"])]
+            inner = config["moe_intermediate_size"]
+            add_linear(f"{prefix}.mlp.gate", len(mlps), hidden, False)
+        for mlp in mlps:
+            add_linear(f"{mlp}.gate_proj", inner, hidden, mlp_bias)
+            add_linear(f"{mlp}.up_proj", inner, hidden, mlp_bias)
+            add_linear(f"{mlp}.down_proj", hidden, inner, mlp_bias)
     tensors["model.norm.weight"] = 1 + noise(hidden, scale=0.1)
     if not config["tie_word_embeddings"]:
         add_linear("lm_head", config["vocab_size"], hidden, False)
