@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-RopeKind = Literal["default", "linear", "llama3", "yarn"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
+Activation = Literal["silu", "gelu_tanh"]
 DTypeName = Literal["float32", "bfloat16", "float16"]
 
 
@@ -14,7 +15,8 @@ class RopeSpec:
     """Rotary position embedding. Names follow Hugging Face's `rope_scaling`.
 
     `attention_factor` None means the kind's own default (yarn: 0.1 ln(factor) + 1, or from mscale).
-    `frequency_factors` divide the frequencies one by one (the `rope_freqs` tensor of GGUF files).
+    `frequency_factors` divide the frequencies one by one (the `rope_freqs` tensor of GGUF files); `long_factors` do so
+    in their place where the served context is over the original one (longrope).
     """
 
     kind: RopeKind = "default"
@@ -31,6 +33,15 @@ class RopeSpec:
     mscale_all_dim: float | None = None
     truncate: bool = True
     frequency_factors: tuple[float, ...] | None = None
+    long_factors: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KVKind:
+    """Layers whose tokens' K and V live alike. With a `window` above 0, a token attends to so many, itself the last."""
+
+    layers: tuple[int, ...]
+    window: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +64,11 @@ class ExpertsSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Shape of a decoder-only transformer; everything that `models` needs besides the weights."""
+    """Shape of a decoder-only transformer; everything that `models` needs besides the weights.
+
+    `local_rope` is that of `window_layers` where it is not `rope`; `unrotated_layers` have none. `attention_scale` None
+    is 1 / sqrt(head_dim); a cap of 0 is none. `norm_offset` is what the checkpoint left out of the weights of norms.
+    """
 
     family: str
     vocab_size: int
@@ -72,8 +87,24 @@ class ModelSpec:
     attention_output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    activation: Literal["silu"] = "silu"
+    activation: Activation = "silu"
+    window: int = 0
+    window_layers: tuple[int, ...] = ()
+    local_rope: RopeSpec | None = None
+    unrotated_layers: tuple[int, ...] = ()
+    attention_scale: float | None = None
+    attention_cap: float = 0.0
+    logits_cap: float = 0.0
+    norm_offset: float = 0.0
     experts: ExpertsSpec | None = None
+
+    @property
+    def kv_kinds(self) -> tuple[KVKind, ...]:
+        """The kinds that the model has: layers that attend to everything, then those with a window."""
+        layers = range(self.num_layers)
+        full = tuple(layer for layer in layers if layer not in self.window_layers)
+        kinds = KVKind(full), KVKind(tuple(its for its in self.window_layers if its in layers), self.window)
+        return tuple(kind for kind in kinds if kind.layers)
 
     def experts_of(self, layer: int) -> ExpertsSpec | None:
         """The experts of layer number `layer`; None: it is dense."""
@@ -82,7 +113,7 @@ class ModelSpec:
     @property
     def num_telling_layers(self) -> int:
         """How many of the first layers show all kinds of layers that there are."""
-        kinds = [self.experts_of(layer) is None for layer in range(self.num_layers)]
+        kinds = [(self.experts_of(layer) is None, layer in self.window_layers) for layer in range(self.num_layers)]
         return 1 + max(kinds.index(kind) for kind in set(kinds))
 
     def kv_bytes_per_token(self, element_size: int) -> int:

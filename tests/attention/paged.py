@@ -12,7 +12,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 class Paged:
-    """Random queries, K and V. Every K/V slot that no row owns, also in the rows' own last pages, holds NaN."""
+    """Random queries, K and V. Every K/V slot that no row owns or sees, also in its own pages, holds NaN."""
 
     def __init__(
         self,
@@ -23,12 +23,14 @@ class Paged:
         dim: int = 16,
         page: int = 4,
         dtype: torch.dtype = torch.float32,
+        window: int = 0,
+        cap: float = 0.0,
         seed: int = 0,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         slots, pages = len(rows) + 2, max(-(-(start + length) // page) for start, length in rows)
         order = torch.randperm(slots, generator=generator).tolist()[: len(rows)]
-        self.rows, self.dtype, self.page = rows, dtype, page
+        self.rows, self.dtype, self.page, self.window, self.cap = rows, dtype, page, window, cap
         self.layout = RowLayout(tuple(order), tuple(row[0] for row in rows), tuple(row[1] for row in rows))
         table = torch.randperm(slots * pages, generator=generator).view(slots, pages)
         tokens = sum(self.layout.lengths)
@@ -42,6 +44,8 @@ class Paged:
             keys[1, places], values[1, places] = context = torch.randn(
                 2, start + length, kv_heads, dim, generator=generator
             )
+            unseen = places[: max(0, start + 1 - window) if window else 0]
+            keys[1, unseen] = values[1, unseen] = float("nan")
             self.contexts.append(tuple(context.to(dtype)))
         self.kv = KVCache(keys.to(DEVICE, dtype), values.to(DEVICE, dtype), page)
         self.table = table.to(DEVICE, torch.int32)
@@ -64,7 +68,12 @@ class Paged:
         for (keys, values), (start, length) in zip(self.contexts, self.rows, strict=True):
             keys, values = (x.double().repeat_interleave(share, 1) for x in (keys, values))
             scores = torch.einsum("qhd,nhd->hqn", query[first : first + length], keys) * self.scale
-            scores.masked_fill_(torch.ones(length, start + length).triu(start + 1).bool(), float("-inf"))
+            if self.cap:
+                scores = (scores / self.cap).tanh() * self.cap
+            everything = torch.ones(length, start + length, dtype=torch.bool)
+            scores.masked_fill_(everything.triu(start + 1), float("-inf"))
+            if self.window:
+                scores.masked_fill_(everything.tril(start - self.window), float("-inf"))
             results.append(torch.einsum("hqn,nhd->qhd", scores.softmax(2), values))
             first += length
         return torch.cat(results)

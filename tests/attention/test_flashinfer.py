@@ -63,11 +63,16 @@ class FakeWrapper:
             pages = planned.indices[planned.pages[row] : planned.pages[row + 1]]
             context = (len(pages) - 1) * page_size + last
             assert all(pool.shape[1:] == (page_size, kv_heads, dim) for pool in paged)
-            key, value = (pool[pages].flatten(0, 1)[:context].float() for pool in paged)
+            key, value = (pool[pages].flatten(0, 1)[:context].float().nan_to_num() for pool in paged)
             key, value = (its.repeat_interleave(heads // kv_heads, 1) for its in (key, value))
             scores = torch.einsum("qhd,nhd->hqn", q[own].float(), key) * planned.sm_scale
+            if planned.logits_soft_cap:
+                scores = (scores / planned.logits_soft_cap).tanh() * planned.logits_soft_cap
             length = own.stop - own.start
             scores.masked_fill_(torch.ones_like(scores).triu(context - length + 1).bool(), float("-inf"))
+            if planned.window_left >= 0:
+                unseen = torch.ones_like(scores).tril(context - length - planned.window_left - 1).bool()
+                scores.masked_fill_(unseen, float("-inf"))
             out[own] = torch.einsum("hqn,nhd->qhd", scores.softmax(2), value).to(out.dtype)
         return out
 
@@ -75,9 +80,11 @@ class FakeWrapper:
 class FakeDecode(FakeWrapper):
     def plan(
         self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, num_qo_heads: int, num_kv_heads: int,
-        head_dim: int, page_size: int, *, sm_scale: float, q_data_type: torch.dtype,
+        head_dim: int, page_size: int, *, sm_scale: float, q_data_type: torch.dtype, window_left: int = -1,
+        logits_soft_cap: float | None = None,
     ) -> None:  # fmt: skip
         options = {"sm_scale": sm_scale, "q_data_type": q_data_type}
+        options |= {"window_left": window_left, "logits_soft_cap": logits_soft_cap}
         tokens = torch.arange(len(indptr), dtype=torch.int32)
         self._plan(tokens, indptr, indices, last_page_len, (num_qo_heads, num_kv_heads, head_dim, page_size), options)
 
@@ -86,10 +93,11 @@ class FakePrefill(FakeWrapper):
     def plan(
         self, qo_indptr: Tensor, paged_kv_indptr: Tensor, paged_kv_indices: Tensor, paged_kv_last_page_len: Tensor,
         num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, page_size: int, *, causal: bool, sm_scale: float,
-        q_data_type: torch.dtype,
+        q_data_type: torch.dtype, window_left: int = -1, logits_soft_cap: float | None = None,
     ) -> None:  # fmt: skip
         assert causal
         options = {"sm_scale": sm_scale, "q_data_type": q_data_type}
+        options |= {"window_left": window_left, "logits_soft_cap": logits_soft_cap}
         shape = (num_qo_heads, num_kv_heads, head_dim_qk, page_size)
         self._plan(qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, shape, options)
 
@@ -123,6 +131,14 @@ def test_planned_numbers_lead_to_the_right_tokens(
     metadata = backend.plan(case.layout, case.table, case.page)
     assert isinstance(metadata, FakeDecode if all(length == 1 for _, length in rows) else FakePrefill)
     case.check(backend.run(case.query, case.kv, 1, metadata))
+
+
+@pytest.mark.parametrize(("window", "cap"), [(1, 0.0), (5, 0.0), (16, 2.0), (0, 2.0), (64, 0.0), (1000, 0.0)])
+@pytest.mark.parametrize("rows", STEPS.values(), ids=STEPS)
+def test_windows_and_caps(wrappers: list[FakeWrapper], rows: list[tuple[int, int]], window: int, cap: float) -> None:
+    case = Paged(rows, page=3, window=window, cap=cap)
+    backend = backend_of(case, window=window, cap=cap)
+    case.check(backend.run(case.query, case.kv, 1, backend.plan(case.layout, case.table, case.page)))
 
 
 def test_what_is_planned_for_a_mixed_step(wrappers: list[FakeWrapper]) -> None:

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -5,7 +7,7 @@ from hypothesis import strategies as st
 
 from tokenmill.attention.base import KVCache, RowLayout
 from tokenmill.attention.reference import PIECE_QUERIES, SPARE_COST, cut_rows, group_pieces
-from tokenmill.attention.select import make_backend
+from tokenmill.attention.select import make_backends
 from tokenmill.spec import ModelSpec
 
 BACKENDS = ["reference", "reference,reference"]
@@ -20,9 +22,19 @@ class Case:
     """Random K/V of some rows in scattered pages; every slot that no row owns holds NaN."""
 
     def __init__(
-        self, rows: list[tuple[int, int]], heads: int = 4, kv_heads: int = 2, dim: int = 8, page: int = 4, seed: int = 0
+        self,
+        rows: list[tuple[int, int]],
+        heads: int = 4,
+        kv_heads: int = 2,
+        dim: int = 8,
+        page: int = 4,
+        *,
+        window: int = 0,
+        cap: float = 0.0,
+        seed: int = 0,
     ) -> None:
-        self.spec = spec_of(heads, kv_heads, dim)
+        layers = tuple(range(LAYERS)) if window else ()
+        self.spec = replace(spec_of(heads, kv_heads, dim), window=window, window_layers=layers, attention_cap=cap)
         generator = torch.Generator().manual_seed(seed)
         slots, pages = len(rows) + 2, max(-(-(start + length) // page) for start, length in rows)
         order = torch.randperm(slots, generator=generator).tolist()[: len(rows)]
@@ -39,6 +51,8 @@ class Case:
             past = torch.randn(2, start, kv_heads, dim, generator=generator)
             self.kv.keys[1, self.places(slot, start)], self.kv.values[1, self.places(slot, start)] = past
             self.pasts.append(past)
+            unseen = self.places(slot, max(0, start + 1 - window) if window else 0)
+            self.kv.keys[1, unseen] = self.kv.values[1, unseen] = float("nan")
 
     def places(self, slot: int, stop: int) -> torch.Tensor:
         positions = torch.arange(stop)
@@ -49,7 +63,7 @@ class Case:
         return torch.cat([self.places(slot, start + length)[start:] for slot, start, length in rows])
 
     def run(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        backend = make_backend(name, self.spec)
+        (backend,) = make_backends(name, self.spec)
         kv = KVCache(self.kv.keys.to(dtype), self.kv.values.to(dtype), self.kv.page_size)
         metadata = backend.plan(self.layout, self.page_table, kv.page_size)
         kv.keys[1, self.new_places()] = self.key.to(dtype)
@@ -67,8 +81,10 @@ class Case:
             values = torch.cat((past[1], self.value[first : first + length])).double()
             for i in range(length):
                 for head in range(self.spec.num_heads):
-                    seen = slice(0, start + i + 1), head // share
+                    window, cap = self.spec.window, self.spec.attention_cap
+                    seen = slice(max(0, start + i + 1 - window) if window else 0, start + i + 1), head // share
                     scores = keys[seen] @ self.query[first + i, head].double() * self.spec.head_dim**-0.5
+                    scores = (scores / cap).tanh() * cap if cap else scores
                     results.append(scores.softmax(0) @ values[seen])
             first += length
         return torch.stack(results).view(first, self.spec.num_heads, -1).float()
@@ -111,10 +127,18 @@ def test_half_precision(backend: str, rows: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("window", [0, 1, 5, 16, 300])
+@pytest.mark.parametrize("cap", [0.0, 1.5])
+def test_windows_and_caps(backend: str, window: int, cap: float) -> None:
+    case = Case([*LAYOUTS["mixed"], (40, 1), (290, 270)], window=window, cap=cap)
+    torch.testing.assert_close(case.run(backend), case.expected(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rows", LAYOUTS.values(), ids=LAYOUTS)
 def test_padding_may_follow_the_rows(backend: str, rows: list[tuple[int, int]]) -> None:
     case = Case(rows)
-    tokens, its = len(case.query), make_backend(backend, case.spec)
+    tokens, (its,) = len(case.query), make_backends(backend, case.spec)
     case.run(backend)
     padded = torch.cat((case.query, torch.ones(5, *case.query.shape[1:])))
     metadata = its.plan(case.layout, case.page_table, case.kv.page_size)

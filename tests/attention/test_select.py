@@ -11,7 +11,7 @@ import torch
 
 from tokenmill.attention.base import GraphAttention
 from tokenmill.attention.reference import ReferenceAttention
-from tokenmill.attention.select import make_backend, why_not
+from tokenmill.attention.select import make_backends, why_not
 from tokenmill.errors import ConfigError
 from tokenmill.spec import ModelSpec
 
@@ -53,7 +53,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
     ],
 )
 def test_what_is_chosen_on_a_cpu(choice: str, name: str) -> None:
-    backend = make_backend(choice, SPEC)
+    (backend,) = make_backends(choice, SPEC)
     assert backend.name == name
     assert not isinstance(backend, GraphAttention)
 
@@ -71,7 +71,7 @@ def test_what_is_chosen_on_a_cpu(choice: str, name: str) -> None:
 )
 def test_each_refusal_is_one_line_that_names_the_flag(choice: str, parts: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        make_backend(choice, SPEC)
+        make_backends(choice, SPEC)
     message = str(caught.value)
     assert message.startswith("--attention")
     assert "\n" not in message
@@ -80,10 +80,12 @@ def test_each_refusal_is_one_line_that_names_the_flag(choice: str, parts: list[s
 
 
 def test_flashinfer_for_all_rows(made: list[Recorder]) -> None:
-    backend: Any = make_backend("flashinfer", SPEC, torch.bfloat16, CUDA, group_size=2)
-    assert made == [backend]
-    assert backend.options == {
+    backends = make_backends("flashinfer", SPEC, torch.bfloat16, CUDA, group_size=2)
+    assert made == [*backends]
+    assert made[0].options == {
         "scale": 128**-0.5,
+        "window": 0,
+        "cap": 0.0,
         "num_heads": 8,
         "num_kv_heads": 4,
         "head_dim": 128,
@@ -95,7 +97,7 @@ def test_flashinfer_for_all_rows(made: list[Recorder]) -> None:
 
 @pytest.mark.parametrize(("choice", "lengths"), [("flashinfer,reference", (2,)), ("reference,flashinfer", (1,))])
 def test_half_of_flashinfer_compiles_half_of_it(made: list[Recorder], choice: str, lengths: tuple[int]) -> None:
-    backend = make_backend(choice, SPEC, torch.float16, CUDA)
+    (backend,) = make_backends(choice, SPEC, torch.float16, CUDA)
     assert backend.name == choice
     assert [its.options["lengths"] for its in made] == [lengths]
     assert made[0].options["num_kv_heads"] == 8
@@ -103,7 +105,7 @@ def test_half_of_flashinfer_compiles_half_of_it(made: list[Recorder], choice: st
 
 def test_flashinfer_does_not_take_what_it_cannot_serve(made: list[Recorder]) -> None:
     with pytest.raises(ConfigError, match="flashinfer takes bfloat16 or float16, not float32"):
-        make_backend("flashinfer,reference", SPEC, torch.float32, CUDA)
+        make_backends("flashinfer,reference", SPEC, torch.float32, CUDA)
     assert made == []
 
 
@@ -115,9 +117,9 @@ def test_a_pair_whose_decode_backend_has_graphs_has_them(monkeypatch: pytest.Mon
 
     monkeypatch.setattr("tokenmill.attention.select._make", make)
     monkeypatch.setattr("tokenmill.attention.select.why_not", lambda *_: None)
-    assert isinstance(make_backend("reference,triton", SPEC), GraphAttention)
-    assert isinstance(make_backend("auto,auto", SPEC), GraphAttention)
-    assert not isinstance(make_backend("triton,reference", SPEC), GraphAttention)
+    assert isinstance(make_backends("reference,triton", SPEC)[0], GraphAttention)
+    assert isinstance(make_backends("auto,auto", SPEC)[0], GraphAttention)
+    assert not isinstance(make_backends("triton,reference", SPEC)[0], GraphAttention)
 
 
 def test_the_reference_runs_anywhere() -> None:

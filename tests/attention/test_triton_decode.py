@@ -35,7 +35,7 @@ def plan_of(case: Paged, settings: DecodeSettings, tokens: torch.Tensor | None =
     slots, positions = case.slots, case.last_positions
     if tokens is not None:
         slots, positions = slots[tokens], positions[tokens]
-    plan = plan_decode(slots, positions, settings, heads, kv_heads, dim, tokens)
+    plan = plan_decode(slots, positions, settings, heads, kv_heads, dim, tokens, window=case.window)
     plan.partials.fill_(float("nan"))
     plan.log_sums.fill_(float("nan"))
     return plan
@@ -46,8 +46,9 @@ def decode(case: Paged, pieces: int | DecodePlan) -> torch.Tensor:
     plan = plan_of(case, settings_of(case, pieces * len(case.rows))) if isinstance(pieces, int) else pieces
     out = torch.full_like(case.query, float("nan"))
     decode_attention(
-        case.query, case.kv.keys[1], case.kv.values[1], case.table, plan, out, page_size=case.page, scale=case.scale
-    )
+        case.query, case.kv.keys[1], case.kv.values[1], case.table, plan, out, page_size=case.page, scale=case.scale,
+        window=case.window, cap=case.cap,
+    )  # fmt: skip
     assert not plan.counters.any()
     return out
 
@@ -107,6 +108,13 @@ def test_a_plan_serves_one_layer_after_another() -> None:
     plan = plan_of(case, settings_of(case, 8))
     for _ in range(3):
         case.check(decode(case, plan))
+
+
+@pytest.mark.parametrize(("window", "cap"), [(1, 0.0), (5, 0.0), (64, 0.0), (65, 3.0), (0, 3.0), (600, 0.0)])
+@pytest.mark.parametrize(("page", "pieces"), [(3, 1), (16, 3), (64, 1), (64, 3)])
+def test_windows_and_caps(window: int, cap: float, page: int, pieces: int) -> None:
+    case = Paged(rows_of([*CONTEXTS, 500]), page=page, heads=2, kv_heads=1, window=window, cap=cap)
+    case.check(decode(case, pieces))
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 8, 17])

@@ -59,6 +59,7 @@ def prefill(case: Paged, *, num_sms: int = 132) -> torch.Tensor:
     prefill_attention(
         case.query, case.kv.keys[1], case.kv.values[1], case.table,
         torch.tensor(work, dtype=torch.int32, device=DEVICE), out, settings, page_size=case.page, scale=case.scale,
+        window=case.window, cap=case.cap,
     )  # fmt: skip
     return out
 
@@ -84,10 +85,11 @@ def gathered(case: Paged, bucket: int) -> torch.Tensor:
 
 
 def backend_of(case: Paged, **options: int) -> TritonAttention:
+    options |= {"window": case.window}
     heads, dim = case.query.shape[1:]
     return TritonAttention(
-        scale=case.scale, num_heads=heads, num_kv_heads=case.kv.keys.shape[2], head_dim=dim, dtype=case.dtype,
-        num_sms=options.pop("num_sms", 132), **options,
+        scale=case.scale, cap=case.cap, num_heads=heads, num_kv_heads=case.kv.keys.shape[2], head_dim=dim,
+        dtype=case.dtype, num_sms=options.pop("num_sms", 132), **options,
     )  # fmt: skip
 
 
@@ -95,6 +97,23 @@ def backend_of(case: Paged, **options: int) -> TritonAttention:
 def test_rows_of_any_lengths_in_any_pages(page: int) -> None:
     case = Paged(MIXED, page=page, heads=2, kv_heads=1)
     case.check(prefill(case))
+
+
+@pytest.mark.parametrize(("window", "cap"), [(1, 0.0), (5, 0.0), (64, 2.0), (0, 2.0), (100, 0.0), (1000, 0.0)])
+@pytest.mark.parametrize("page", [3, 64])
+def test_windows_and_caps(window: int, cap: float, page: int) -> None:
+    case = Paged([*MIXED, (150, 70), (0, 200)], page=page, heads=2, kv_heads=1, window=window, cap=cap)
+    case.check(prefill(case))
+    backend = backend_of(case)
+    case.check(backend.run(case.query, case.kv, 1, backend.plan(case.layout, case.table, case.page)))
+
+
+def test_rows_inside_the_window_are_gathered() -> None:
+    case = Paged([(0, 16), (8, 20), (0, 20)], dim=64, dtype=torch.float16, window=20)
+    backend = backend_of(case, gather_from=12)
+    metadata = backend.plan(case.layout, case.table, case.page)
+    assert [row.first_token for row in metadata.gathered] == [0, 36]
+    case.check(backend.run(case.query, case.kv, 1, metadata))
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 8, 33])
@@ -245,8 +264,9 @@ def test_captured_decode_serves_other_contexts(num_sms: int) -> None:
 
 
 @pytest.mark.parametrize("num_sms", [1, 2, 132])
-def test_decode_steps_prepare_inside(num_sms: int) -> None:
-    case = Paged([(9, 1), (700, 1), (0, 1), (30, 1), (64, 1)], page=16)
+@pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (1, 0.0), (33, 2.0)])
+def test_decode_steps_prepare_inside(num_sms: int, window: int, cap: float) -> None:
+    case = Paged([(9, 1), (700, 1), (0, 1), (30, 1), (64, 1)], page=16, window=window, cap=cap)
     backend = backend_of(case, num_sms=num_sms)
     qkv = torch.cat((case.query, torch.randn(5, 4, 16).to(DEVICE)), 1)
     still = Rotation(torch.ones(5, 1, 16, device=DEVICE), torch.zeros(5, 1, 16, device=DEVICE))

@@ -64,7 +64,7 @@ def test_what_the_engine_captures_is_measured_in_a_graph(attention, eager, has_e
     monkeypatch.setattr(operations, "MOST_COPIES", 2)
     monkeypatch.setattr(kernels, "_micros", measure)
     monkeypatch.setattr(kernels, "open_device", lambda config: device)
-    monkeypatch.setattr(kernels, "make_backend", lambda *_: Attention(scale=0.25, token_elements=32))
+    monkeypatch.setattr(kernels, "make_backends", lambda *_: (Attention(scale=0.25, token_elements=32),))
     model = make_tiny_llama(tmp_path, max_position=2304)
     if has_experts:
         config = json.loads((model / "config.json").read_text()) | EXPERTS

@@ -12,7 +12,7 @@ import torch
 from tests.support.harness import Harness
 from tests.support.tiny_models import make_tiny_llama
 from tokenmill import LLM, SamplingParams
-from tokenmill.attention.select import make_backend
+from tokenmill.attention.select import make_backends
 from tokenmill.engine.device import CudaDevice
 from tokenmill.engine.graphs import batch_sizes
 from tokenmill.models.load import load_model
@@ -179,7 +179,7 @@ def test_bfloat16_logits_are_near_those_of_float32(tiny, page_size):
     for name, ops_name, dtype in (("cpu", "reference", torch.float32), ("cuda", "triton", torch.bfloat16)):
         device, checkpoint = torch.device(name), open_checkpoint(tiny)
         ops = make_ops(ops_name, device)
-        attention = make_backend(ops_name, checkpoint.spec, dtype, device)
+        attention = make_backends(ops_name, checkpoint.spec, dtype, device)
         with torch.inference_mode(), device:
             model = load_model(checkpoint, dtype=dtype, group=Group.solo(), attention=attention, ops=ops, device=device)
             harness = Harness(model, attention, dtype=dtype, page_size=page_size)

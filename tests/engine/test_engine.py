@@ -41,7 +41,7 @@ LETTERS = Vocabulary([bytes([32 + i]) for i in range(SPEC.vocab_size)] + [b"<end
 
 
 def open_engine(config, device, **hooks):
-    attention = CapturableAttention(scale=SPEC.head_dim**-0.5, token_elements=SPEC.num_kv_heads * SPEC.head_dim)
+    attention = [CapturableAttention(scale=SPEC.head_dim**-0.5, token_elements=SPEC.num_kv_heads * SPEC.head_dim)]
     ops = make_ops("reference")
     with torch.inference_mode():
         model = random_model(SPEC, dtype=torch.float32, group=Group.solo(), attention=attention, ops=ops)

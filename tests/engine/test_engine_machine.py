@@ -49,7 +49,7 @@ class Tables(CapturableAttention):
 
 @cache
 def parts():
-    attention = Tables(scale=SPEC.head_dim**-0.5, token_elements=SPEC.num_kv_heads * SPEC.head_dim)
+    attention = [Tables(scale=SPEC.head_dim**-0.5, token_elements=SPEC.num_kv_heads * SPEC.head_dim)]
     ops = make_ops("reference")
     with torch.inference_mode():
         model = random_model(SPEC, dtype=torch.float64, group=Group.solo(), attention=attention, ops=ops)

@@ -51,27 +51,27 @@ def test_rows_become_tokens_in_order(state):
         Row(6, 0, 4, 3, (10, 11, 12), False),
         Row(7, 1, 0, 2, (20, 21), True),
     )
-    state.page_table[0, :2], state.page_table[1, 0], state.page_table[2, 2] = torch.tensor([8, 3]), 5, 6
-    batch, slots, positions = make_batch(StepPlan(0, rows), state, OPS, LayoutOnly(), upload)
+    state.page_tables[0, 0, :2], state.page_tables[0, 1, 0], state.page_tables[0, 2, 2] = torch.tensor([8, 3]), 5, 6
+    batch, slots, positions = make_batch(StepPlan(0, rows), state, OPS, [LayoutOnly()], upload)
     assert (slots.tolist(), positions.tolist()) == ([2, 1], [9, 1])
-    assert batch.kv_slots.tolist() == [6 * 4 + 1, 3 * 4, 3 * 4 + 1, 3 * 4 + 2, 5 * 4, 5 * 4 + 1]
+    assert batch.kv_slots[0].tolist() == [6 * 4 + 1, 3 * 4, 3 * 4 + 1, 3 * 4 + 2, 5 * 4, 5 * 4 + 1]
     assert batch.input_ids.tolist() == [72, 10, 11, 12, 20, 21]
     assert batch.positions.tolist() == [9, 4, 5, 6, 0, 1]
     assert batch.logits_indices.tolist() == [0, 5]
-    layout, page_table, page_size = batch.attention
+    ((layout, page_table, page_size),) = batch.attention
     assert layout == RowLayout(slots=(2, 0, 1), starts=(9, 4, 0), lengths=(1, 3, 2))
-    assert page_table is state.page_table
+    assert torch.equal(page_table, state.page_tables[0])
     assert page_size == 4
 
 
 def test_padding_follows_the_rows_and_belongs_to_the_spare_slot(state):
-    state.page_table[0, :10], state.page_table[1, :10] = torch.arange(10), torch.tensor([12] * 10)
+    state.page_tables[0, 0, :10], state.page_tables[0, 1, :10] = torch.arange(10), torch.tensor([12] * 10)
     rows = Row(7, 0, 0, 40, tuple(range(40)), True), Row(8, 1, 0, 30, tuple(range(30)), False)
-    batch, slots, positions = make_batch(StepPlan(0, rows), state, OPS, LayoutOnly(), upload, is_padded=True)
+    batch, slots, positions = make_batch(StepPlan(0, rows), state, OPS, [LayoutOnly()], upload, is_padded=True)
     assert batch.input_ids.tolist() == [*range(40), *range(30), *[0] * 58]
-    assert batch.kv_slots.tolist()[:40] == list(range(40))
-    assert batch.kv_slots.tolist()[70:] == [16 * 4] * 58
-    assert batch.attention[0].lengths == (40, 30)
+    assert batch.kv_slots[0].tolist()[:40] == list(range(40))
+    assert batch.kv_slots[0].tolist()[70:] == [16 * 4] * 58
+    assert batch.attention[0][0].lengths == (40, 30)
     assert (batch.logits_indices.tolist(), slots.tolist(), positions.tolist()) == ([39], [0], [39])
 
 
@@ -84,21 +84,21 @@ def test_padding_is_small_and_the_shapes_are_few(count):
 
 
 def test_a_step_that_draws_nothing_has_no_logits(state):
-    batch, _, _ = make_batch(StepPlan(0, (Row(1, 0, 0, 2, (5, 6), False),)), state, OPS, LayoutOnly(), upload)
+    batch, _, _ = make_batch(StepPlan(0, (Row(1, 0, 0, 2, (5, 6), False),)), state, OPS, [LayoutOnly()], upload)
     assert batch.logits_indices.tolist() == []
 
 
 def test_page_updates_apply_in_order_to_their_slots_alone(state):
-    before = state.page_table.clone()
+    before = state.page_tables[0].clone()
     updates = (PageUpdate(1, 0, (3, 4, 5)), PageUpdate(1, 1, (9,)), PageUpdate(2, 2, (7,)))
-    make_batch(StepPlan(0, (), (), updates), state, OPS, LayoutOnly(), upload)
-    assert state.page_table[1, :3].tolist() == [3, 9, 5]
-    assert state.page_table[2, 2] == 7
-    assert torch.equal(state.page_table[0], before[0])
-    triples = page_triples(StepPlan(0, (), (), updates))
+    make_batch(StepPlan(0, (), (), updates), state, OPS, [LayoutOnly()], upload)
+    assert state.page_tables[0, 1, :3].tolist() == [3, 9, 5]
+    assert state.page_tables[0, 2, 2] == 7
+    assert torch.equal(state.page_tables[0, 0], before[0])
+    triples = page_triples(StepPlan(0, (), (), updates), state.page_tables)
     assert sorted(zip(*[iter(triples)] * 3, strict=True)) == [(1, 0, 3), (1, 1, 9), (1, 2, 5), (2, 2, 7)]
-    make_batch(StepPlan(1, (), (), (PageUpdate(1, 0, (8,)),)), state, OPS, LayoutOnly(), upload)
-    assert state.page_table[1, :3].tolist() == [8, 9, 5]
+    make_batch(StepPlan(1, (), (), (PageUpdate(1, 0, (8,)),)), state, OPS, [LayoutOnly()], upload)
+    assert state.page_tables[0, 1, :3].tolist() == [8, 9, 5]
 
 
 def test_a_slot_that_is_opened_again_has_the_new_parameters_only(table):

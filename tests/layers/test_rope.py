@@ -40,6 +40,8 @@ def test_frequency_factors_divide() -> None:
         (RopeSpec(kind="yarn", factor=1.0), 1.0),
         (RopeSpec(kind="yarn", factor=4.0, attention_factor=1.5), 1.5),
         (RopeSpec(kind="yarn", factor=4.0, mscale=1.0, mscale_all_dim=1.0), 1.0),
+        (RopeSpec(kind="longrope", factor=32.0, original_max_position=4096), math.sqrt(1 + 5 / 12)),
+        (RopeSpec(kind="longrope", factor=32.0, original_max_position=4096, attention_factor=1.2), 1.2),
     ],
 )
 def test_attention_factor(rope: RopeSpec, expected: float) -> None:
@@ -48,9 +50,27 @@ def test_attention_factor(rope: RopeSpec, expected: float) -> None:
 
 def test_angles_are_those_of_the_positions() -> None:
     spec = ModelSpec("llama", 8, 16, 8, 1, 2, 2, 8, 100, rope=RopeSpec(kind="yarn", factor=2.0, attention_factor=3.0))
-    rotation = RotaryEmbedding(spec, ReferenceOps(), torch.device("cpu")).rotation(torch.tensor([0, 5, 131071]))
+    rotation = RotaryEmbedding(spec.rope, spec, ReferenceOps(), torch.device("cpu")).rotation(
+        torch.tensor([0, 5, 131071])
+    )
     cos, sin = rotation.cos, rotation.sin
     expected = torch.tensor([[0.0], [5.0], [131071.0]]) * rope_frequencies(spec.rope, 8, 100)
     assert cos.shape == sin.shape == (3, 1, 8)
     torch.testing.assert_close(cos[:, 0], torch.cat((expected.cos(), expected.cos()), -1) * 3)
     torch.testing.assert_close(sin[:, 0], torch.cat((-expected.sin(), expected.sin()), -1) * 3)
+
+
+def test_without_rope_nothing_turns() -> None:
+    spec = ModelSpec("llama", 8, 16, 8, 1, 2, 2, 8, 100)
+    rotation = RotaryEmbedding(None, spec, ReferenceOps(), torch.device("cpu")).rotation(torch.tensor([0, 5, 131071]))
+    assert (rotation.cos == 1).all()
+    assert not rotation.sin.any()
+
+
+def test_longrope_takes_its_long_factors_where_the_context_is_over_the_original() -> None:
+    rope = RopeSpec(
+        kind="longrope", original_max_position=64, frequency_factors=(1.0, 2.0), long_factors=(4.0, 8.0), factor=2.0
+    )
+    default = rope_frequencies(RopeSpec(), 4, 128)
+    torch.testing.assert_close(rope_frequencies(rope, 4, 64), default / torch.tensor([1.0, 2.0]))
+    torch.testing.assert_close(rope_frequencies(rope, 4, 128), default / torch.tensor([4.0, 8.0]))

@@ -5,7 +5,7 @@ import torch
 
 from tests.models.oracle import Oracle
 from tests.support.harness import Harness
-from tokenmill.attention.select import make_backend
+from tokenmill.attention.select import make_backends
 from tokenmill.models.load import load_model
 from tokenmill.parallel.group import Group
 from tokenmill.weights.checkpoint import open_checkpoint
@@ -32,7 +32,7 @@ def oracle(default_model: Path) -> Oracle:
 @pytest.fixture(scope="module")
 def harness(default_model: Path) -> Harness:
     checkpoint = open_checkpoint(default_model)
-    backend = make_backend("reference", checkpoint.spec)
+    backend = make_backends("reference", checkpoint.spec)
     model = load_model(checkpoint, dtype=torch.float32, group=Group.solo(), attention=backend)
     return Harness(model, backend, slots=2, max_len=1024, page_size=16)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.support.harness import Harness
 from tests.weights.gguf_convert import convert
-from tokenmill.attention.select import make_backend
+from tokenmill.attention.select import make_backends
 from tokenmill.errors import ModelUnreadable
 from tokenmill.models.load import load_model
 from tokenmill.parallel.group import Group
@@ -55,7 +55,7 @@ def make_folder(folder: Path, family: str, **options: Any) -> Path:
 
 def logits_of(path: Path) -> Tensor:
     checkpoint = open_checkpoint(path)
-    backend = make_backend("reference", checkpoint.spec)
+    backend = make_backends("reference", checkpoint.spec)
     model = load_model(checkpoint, dtype=torch.float32, group=Group.solo(), attention=backend)
     return Harness(model, backend).logits([(0, 0, PROMPT)], of_all_tokens=True)
 

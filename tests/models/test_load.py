@@ -14,7 +14,7 @@ from tests.support.harness import Harness
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import make_tiny_llama
 from tests.weights.gguf_files import write_gguf
-from tokenmill.attention.select import make_backend
+from tokenmill.attention.select import make_backends
 from tokenmill.errors import ConfigError, ModelUnreadable, TokenmillError
 from tokenmill.layers.rope import rope_frequencies
 from tokenmill.models.base import CausalLM
@@ -29,12 +29,12 @@ ROOT = Path(__file__).parents[2]
 
 def load(path: Path, group: Group | None = None, dtype: torch.dtype = torch.float32) -> CausalLM:
     checkpoint = open_checkpoint(path)
-    backend = make_backend("reference", checkpoint.spec)
+    backend = make_backends("reference", checkpoint.spec)
     return load_model(checkpoint, dtype=dtype, group=group or Group.solo(), attention=backend)
 
 
 def logits_of(model: CausalLM, prompt: list[int]) -> Tensor:
-    harness = Harness(model, make_backend("reference", model.spec))
+    harness = Harness(model, make_backends("reference", model.spec))
     return harness.logits([(0, 0, prompt)], of_all_tokens=True)
 
 
@@ -112,7 +112,7 @@ def test_a_file_that_shrinks_between_opening_and_loading(tmp_path: Path) -> None
             checkpoint,
             dtype=torch.float32,
             group=Group.solo(),
-            attention=make_backend("reference", checkpoint.spec),
+            attention=make_backends("reference", checkpoint.spec),
         )
 
 
@@ -162,7 +162,7 @@ def test_gguf_factors_turn_as_llama3_does(tmp_path: Path) -> None:
 
 def test_random_models_are_repeatable_and_finite() -> None:
     spec = ModelSpec("llama", 50, 32, 48, 2, 4, 2, 8, 64, attention_bias=True)
-    backend = make_backend("reference", spec)
+    backend = make_backends("reference", spec)
     first, again, other = (
         logits_of(random_model(spec, dtype=torch.float32, group=Group.solo(), attention=backend, seed=seed), [1, 2, 3])
         for seed in (1, 1, 2)
@@ -175,13 +175,13 @@ def test_random_models_are_repeatable_and_finite() -> None:
 def test_unknown_families_are_refused() -> None:
     spec = ModelSpec("gpt", 50, 32, 48, 2, 4, 2, 8, 64)
     with pytest.raises(ModelUnreadable, match="'gpt' is not supported; known: llama"):
-        random_model(spec, dtype=torch.float32, group=Group.solo(), attention=make_backend("reference", spec))
+        random_model(spec, dtype=torch.float32, group=Group.solo(), attention=make_backends("reference", spec))
 
 
 MEASURE = """
 import resource, sys, torch
 from pathlib import Path
-from tokenmill.attention.select import make_backend
+from tokenmill.attention.select import make_backends
 from tokenmill.models.load import load_model
 from tokenmill.parallel.group import Group
 from tokenmill.weights.checkpoint import open_checkpoint
@@ -189,7 +189,7 @@ peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 torch.ones(64, 64) @ torch.ones(64, 64)
 before = peak()
 checkpoint = open_checkpoint(Path(sys.argv[1]))
-backend = make_backend("reference", checkpoint.spec)
+backend = make_backends("reference", checkpoint.spec)
 model = load_model(checkpoint, dtype=getattr(torch, sys.argv[2]), group=Group.solo(), attention=backend)
 print((peak() - before) * 1024)
 """

@@ -14,7 +14,7 @@ from tests.models.oracle import Oracle
 from tests.models.test_parity import harness_of
 from tests.support.harness import Harness
 from tests.support.ranks import run_ranks
-from tokenmill.attention.select import make_backend
+from tokenmill.attention.select import make_backends
 from tokenmill.models.load import load_model
 from tokenmill.parallel.group import Group
 from tokenmill.weights.checkpoint import open_checkpoint
@@ -77,7 +77,7 @@ def test_ranks_together_compute_what_one_does(tmp_path: Path, kind: str) -> None
 
     def logits(group: Group) -> Tensor:
         checkpoint = open_checkpoint(folder)
-        backend = make_backend("reference", checkpoint.spec)
+        backend = make_backends("reference", checkpoint.spec)
         model = load_model(checkpoint, dtype=torch.float32, group=group, attention=backend)
         return Harness(model, backend).logits([(0, 0, PROMPT)], of_all_tokens=True)
 

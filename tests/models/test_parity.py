@@ -7,7 +7,7 @@ import torch
 from tests.models.oracle import Oracle
 from tests.support.harness import Harness
 from tests.support.tiny_models import make_tiny_llama
-from tokenmill.attention.select import make_backend
+from tokenmill.attention.select import make_backends
 from tokenmill.models.load import load_model
 from tokenmill.parallel.group import Group
 from tokenmill.weights.checkpoint import open_checkpoint
@@ -34,7 +34,7 @@ ROPES: dict[str, dict[str, Any] | None] = {
 
 def harness_of(folder: Path, **options: Any) -> Harness:
     checkpoint = open_checkpoint(folder)
-    backend = make_backend("reference", checkpoint.spec)
+    backend = make_backends("reference", checkpoint.spec)
     model = load_model(checkpoint, dtype=torch.float32, group=Group.solo(), attention=backend)
     return Harness(model, backend, **options)
 
@@ -97,7 +97,7 @@ def test_logits_are_of_the_last_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_stays_near_float32(tmp_path: Path, dtype: torch.dtype) -> None:
     checkpoint = open_checkpoint(make_tiny_llama(tmp_path))
-    backend = make_backend("reference", checkpoint.spec)
+    backend = make_backends("reference", checkpoint.spec)
     prompt = [(3 * i) % 251 + 4 for i in range(20)]
     found = []
     for kind in (dtype, torch.float32):

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 
@@ -54,6 +56,18 @@ def test_gated_linear(ops: Ops, has_bias: bool) -> None:
     bias = random(10, seed=3) if has_bias else None
     gate, up = ops.normed_linear(Hidden(x), weight, bias, norm=norm).split(5, dim=-1)
     torch.testing.assert_close(ops.gated_linear(Hidden(x), weight, bias, norm=norm), gate / (1 + (-gate).exp()) * up)
+    curve = 0.5 * (1 + ((2 / math.pi) ** 0.5 * (gate + 0.044715 * gate**3)).tanh())
+    found = ops.gated_linear(Hidden(x), weight, bias, norm=norm, activation="gelu_tanh")
+    torch.testing.assert_close(found, gate * curve * up)
+
+
+def test_a_norm_may_be_missing_or_follow(ops: Ops) -> None:
+    x, weight, norm = random(3, 4), random(4, 4, seed=1), Norm(random(4, seed=4), 1e-5)
+    torch.testing.assert_close(ops.normed_linear(Hidden(x.clone()), weight, norm=None), x @ weight.T)
+    hidden = Hidden(random(3, 4, seed=3))
+    expected = hidden.value + ops.rms_norm(x, norm)
+    ops.add_normed(hidden, x, norm)
+    torch.testing.assert_close(ops.settle(hidden), expected)
 
 
 def angles_of(tokens: int, rotary_dim: int) -> tuple[torch.Tensor, Rotation]:

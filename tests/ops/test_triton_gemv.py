@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.ops.kernels import DTYPES, TOLERANCE, poisoned, random, unaligned
+from tests.ops.kernels import DTYPES, GATES, TOLERANCE, poisoned, random, unaligned
 
 pytest.importorskip("triton")
 from tokenmill.ops.triton.gemv import GemvConfig, gemv
@@ -27,16 +27,16 @@ def test_gemv(rows, outputs, inputs, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("gate", [None, *GATES])
 @pytest.mark.parametrize(("rows", "outputs", "inputs", "ahead"), [(1, 8, 2048, 3), (3, 7, 1100, 1), (2, 1, 48, 4)])
-def test_gemv_with_all_that_stands_around_it(rows, outputs, inputs, ahead, is_gated, dtype):
-    lines = outputs * (1 + is_gated)
+def test_gemv_with_all_that_stands_around_it(rows, outputs, inputs, ahead, gate, dtype):
+    lines = outputs * (1 if gate is None else 2)
     x, weight = random(rows, inputs, dtype=dtype) * 9, random(lines, inputs, seed=1, dtype=dtype)
     norm, residual = random(inputs, seed=2, dtype=dtype), random(rows, outputs, seed=3, dtype=dtype)
     bias = random(lines, seed=4, dtype=dtype)
     expected = F.linear(F.rms_norm(x.float(), (inputs,), norm.float(), 0.5), weight.float(), bias.float())
-    if is_gated:
-        expected = F.silu(expected[:, :outputs]) * expected[:, outputs:]
+    if gate is not None:
+        expected = GATES[gate](expected[:, :outputs]) * expected[:, outputs:]
     expected = expected + residual.float()
     out = gemv(
         x,
@@ -47,7 +47,7 @@ def test_gemv_with_all_that_stands_around_it(rows, outputs, inputs, ahead, is_ga
         norm_weight=norm,
         eps=0.5,
         residual=residual,
-        is_gated=is_gated,
+        gate=gate,
     )
     assert out is residual
     assert_product(out, expected)

@@ -16,19 +16,21 @@ def some(high: int, *shape: int, seed: int) -> torch.Tensor:
     return torch.randint(high, shape, dtype=torch.int32, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
-@pytest.mark.parametrize("table_type", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("kinds", "table_type"), [(1, torch.int32), (1, torch.int64), (3, torch.int32)])
 @pytest.mark.parametrize(("tokens", "updates"), [(1, 0), (1, 65), (5, 1), (70, 300), (0, 3), (0, 0), (200, 7)])
-def test_tokens_are_found_as_the_twin_finds_them(tokens, updates, table_type):
+def test_tokens_are_found_as_the_twin_finds_them(tokens, updates, kinds, table_type):
     page_size = 16
     columns = torch.stack(
         (some(50, tokens, seed=1) - 25, some(PAGES * page_size, tokens, seed=2), some(9, tokens, seed=3))
     )
     columns[0].clamp_(min=-1)
-    entries = torch.randperm(9 * PAGES, generator=torch.Generator().manual_seed(4))[:updates].to(DEVICE, torch.int32)
+    entries = torch.randperm(kinds * 9 * PAGES, generator=torch.Generator().manual_seed(4))[:updates].to(
+        DEVICE, torch.int32
+    )
     triples = torch.stack((entries // PAGES, entries % PAGES, 1000 + entries), dim=1)
     triples = torch.cat((triples, triples[:2]))  # the same update twice is one
     last_tokens = 100 + torch.arange(9, device=DEVICE)
-    table = some(1000, 9, PAGES, seed=5).to(table_type)
+    table = some(1000, kinds, 9, PAGES, seed=5).to(table_type)
     expected_table = table.clone()
     expected = ReferenceOps().stage_tokens(columns, triples, last_tokens, expected_table, page_size)
     found = stage_tokens(columns, triples, last_tokens, table, page_size)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.ops.kernels import DEVICE, DTYPES, TOLERANCE, random, unaligned
+from tests.ops.kernels import DEVICE, DTYPES, GATES, TOLERANCE, random, unaligned
 
 pytest.importorskip("triton")
 from tokenmill.ops.api import Hidden, Norm
@@ -40,21 +40,21 @@ def test_product(rows, outputs, inputs, name):
     assert error_of(found, x.float() @ weight.float().T) < TOLERANCE[BF16] / 2
 
 
-@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("gate", [None, *GATES])
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), [(18, 35, 70), (7, 32, 192)])
-def test_product_with_all_that_stands_around_it(rows, outputs, inputs, name, is_gated):
+def test_product_with_all_that_stands_around_it(rows, outputs, inputs, name, gate):
     config = CONFIGS[name]
-    lines = outputs * (1 + is_gated)
+    lines = outputs * (1 if gate is None else 2)
     x, weight = random(rows, inputs, dtype=BF16) * 9, random(lines, inputs, seed=1, dtype=BF16)
     bias, residual = random(lines, seed=2, dtype=BF16) * 9, random(rows, outputs, seed=3, dtype=BF16) * 99
     norm = random(inputs, seed=4, dtype=BF16) if config.fuses_norm(inputs) else None
     normed = x.float() if norm is None else F.rms_norm(x.float(), (inputs,), norm.float(), 7.0)
     expected = normed @ weight.float().T + bias.float()
-    if is_gated:
-        expected = F.silu(expected[:, :outputs]) * expected[:, outputs:]
+    if gate is not None:
+        expected = GATES[gate](expected[:, :outputs]) * expected[:, outputs:]
     expected = expected + residual.float()
-    options = {"bias": bias, "norm_weight": norm, "eps": 7.0, "is_gated": is_gated}
+    options = {"bias": bias, "norm_weight": norm, "eps": 7.0, "gate": gate}
     assert product(x, weight, config, residual=residual, **options) is residual
     assert error_of(residual, expected) < TOLERANCE[BF16] / 2
 
@@ -76,7 +76,7 @@ def test_norm_needs_the_whole_weight():
 
 def test_gates_far_below_zero_close():
     weight = torch.tensor([[-200.0], [1.0]], dtype=BF16, device=DEVICE).expand(2, 16).contiguous()
-    found = product(torch.ones(5, 16, dtype=BF16, device=DEVICE), weight, LOOP, is_gated=True)
+    found = product(torch.ones(5, 16, dtype=BF16, device=DEVICE), weight, LOOP, gate="silu")
     assert found.abs().max() < 1e-20
 
 

@@ -21,7 +21,7 @@ class Harness:
     def __init__(
         self,
         model: CausalLM,
-        backend: AttentionBackend,
+        backends: Sequence[AttentionBackend],
         *,
         dtype: torch.dtype = torch.float32,
         slots: int = 4,
@@ -29,11 +29,14 @@ class Harness:
         page_size: int = 4,
     ) -> None:
         spec, pages = model.spec, -(-max_len // page_size)
-        shape = (spec.num_layers, slots * pages * page_size, model.num_kv_heads, spec.head_dim)
-        self.kv = KVCache(*(torch.full(shape, float("nan"), dtype=dtype) for _ in range(2)), page_size)
+        shape = (slots * pages * page_size, model.num_kv_heads, spec.head_dim)
+        self.kv = [
+            KVCache(*(torch.full((len(kind.layers), *shape), float("nan"), dtype=dtype) for _ in range(2)), page_size)
+            for kind in spec.kv_kinds
+        ]
         scattered = torch.randperm(slots * pages, generator=torch.Generator().manual_seed(1), device="cpu")
-        self.page_table = scattered.view(slots, pages).to(self.kv.keys.device)
-        self._model, self._backend = model, backend
+        self.page_table = scattered.view(slots, pages).to(self.kv[0].keys.device)
+        self._model, self._backends, self._page_size = model, backends, page_size
 
     def logits(self, rows: Sequence[InputRow], *, of_all_tokens: bool = False) -> Tensor:
         """Compute one step; logits [rows, vocab] float32 of each row's last token, or [tokens, vocab]."""
@@ -47,9 +50,9 @@ class Harness:
             batch = ForwardBatch(
                 input_ids=torch.tensor([token for _, _, ids in rows for token in ids]),
                 positions=torch.tensor(positions),
-                kv_slots=kv_slots_of(slots, torch.tensor(positions), self.page_table, self.kv.page_size),
+                kv_slots=[kv_slots_of(slots, torch.tensor(positions), self.page_table, self._page_size)] * len(self.kv),
                 logits_indices=torch.arange(len(positions)) if of_all_tokens else ends,
-                attention=self._backend.plan(layout, self.page_table, self.kv.page_size),
+                attention=[its.plan(layout, self.page_table, self._page_size) for its in self._backends],
             )
             return self._model.forward(batch, self.kv).float()
 

@@ -50,10 +50,55 @@ def test_partial_rotary() -> None:
     assert spec_of(partial_rotary_factor=0.5).rope.rotary_dim == 8
 
 
-def test_mistral_is_served_within_its_window() -> None:
-    mistral = {"architectures": ["MistralForCausalLM"], "max_position_embeddings": 32768}
-    assert spec_of(**mistral, sliding_window=4096).max_position == 4096
-    assert spec_of(**mistral, sliding_window=None).max_position == 32768
+ALL = (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "window", "layers"),
+    [
+        ("Llama", {"sliding_window": 64}, 0, ()),
+        ("Mistral", {"sliding_window": 64}, 64, ALL),
+        ("Mistral", {"sliding_window": None}, 0, ()),
+        ("Mistral", {"sliding_window": 2048}, 0, ()),
+        ("Qwen2", {"sliding_window": 64}, 0, ()),
+        ("Qwen2", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}, 64, (1,)),
+        ("Phi3", {"sliding_window": 64}, 64, ALL),
+        ("SmolLM3", {"sliding_window": 64}, 0, ()),
+        ("SmolLM3", {"sliding_window": 64, "use_sliding_window": True, "no_rope_layers": [1, 0]}, 64, (1,)),
+        ("Gemma2", {"sliding_window": 64}, 64, (0,)),
+        ("Gemma3", {"sliding_window": 64}, 64, ALL),
+        ("Gemma3", {"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]}, 64, (1,)),
+    ],
+)
+def test_windows(architecture: str, changes: dict[str, Any], window: int, layers: tuple[int, ...]) -> None:
+    spec = spec_of(architectures=[f"{architecture}ForCausalLM"], **changes)
+    assert (spec.window, spec.window_layers) == (window, layers)
+    assert sorted(layer for kind in spec.kv_kinds for layer in kind.layers) == [0, 1]
+
+
+def test_ropes_of_gemma3_in_its_old_and_new_forms() -> None:
+    gemma = {"architectures": ["Gemma3ForCausalLM"]}
+    spec = spec_of(**gemma, rope_theta=1e5, rope_scaling={"rope_type": "linear", "factor": 8.0})
+    assert (spec.rope.kind, spec.rope.theta, spec.local_rope) == ("linear", 1e5, RopeSpec())
+    kinds = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5}}
+    assert spec_of(**gemma, rope_parameters=kinds) == spec
+    assert spec_of(**gemma, rope_parameters={**kinds, "sliding_attention": {"rope_theta": 7.0}}).local_rope == RopeSpec(
+        theta=7.0
+    )
+
+
+def test_smollm3_rotates_three_layers_of_four() -> None:
+    smollm = {"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 8}
+    assert spec_of(**smollm).unrotated_layers == (3, 7)
+    assert spec_of(**smollm, no_rope_layers=[0, 1, 1, 1, 0, 1, 1, 1]).unrotated_layers == (0, 4)
+
+
+def test_longrope() -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2] * 8}
+    changes = {"max_position_embeddings": 512, "original_max_position_embeddings": 64}
+    rope = spec_of(**changes, rope_scaling={"type": "su", **factors}).rope
+    assert (rope.kind, rope.factor, rope.original_max_position) == ("longrope", 8.0, 64)
+    assert (rope.frequency_factors, rope.long_factors) == ((1.0,) * 8, (2.0,) * 8)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +122,15 @@ def test_mistral_is_served_within_its_window() -> None:
         ({"rope_scaling": {"rope_type": "linear"}}, "does not say factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor 0"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "does not say low_freq_factor"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "unknown form"),
+        ({"rope_parameters": {"global_attention": {"rope_type": "default"}}}, "unknown form"),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8}}, "long_factor must be a list"),
+        ({"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [1.0] * 8}}, "1 rope factors for 8"),
+        ({"no_rope_layers": [1]}, "no_rope_layers must have a number for each of 2 layers"),
+        (
+            {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "layer_types": ["chunked"]},
+            "layer_types",
+        ),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
         ({"rope_theta": float("nan")}, "rope_theta must be a number"),
     ],
 )

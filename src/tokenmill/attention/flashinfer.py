@@ -23,6 +23,8 @@ class FlashInferAttention:
 
     Args:
         scale: multiplies the scores.
+        window: positions that a token attends to, its own the last; 0: all.
+        cap: bound of the scores, cap * tanh(score / cap); 0: none.
         num_heads, num_kv_heads: of this rank.
         dtype: of queries, keys and values; bfloat16 or float16.
         device: a CUDA device.
@@ -43,10 +45,16 @@ class FlashInferAttention:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        window: int = 0,
+        cap: float = 0.0,
         lengths: Sequence[int] = (DECODE, PREFILL),
     ) -> None:
-        self._heads = (num_heads, num_kv_heads, head_dim)
-        self._options = {"sm_scale": scale, "q_data_type": dtype}
+        self._heads, self._window = (num_heads, num_kv_heads, head_dim), window
+        self._options: dict[str, Any] = {"sm_scale": scale, "q_data_type": dtype}
+        if window:
+            self._options["window_left"] = window - 1  # positions before a token's own
+        if cap:
+            self._options["logits_soft_cap"] = cap
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)  # steps use it one after the other
         table = torch.zeros((1, max(lengths)), dtype=torch.int32, device=device)
         try:
@@ -66,26 +74,30 @@ class FlashInferAttention:
 
     def plan(self, layout: RowLayout, page_table: Tensor, page_size: int) -> Any:
         """See `AttentionBackend.plan`: the wrapper that has planned the step. Copies, and no wait for them."""
-        contexts = [start + length for start, length in zip(layout.starts, layout.lengths, strict=True)]
+        # Pages before the window may be missing: rows begin with the first page that is seen.
+        skipped = [max(0, start + 1 - self._window) // page_size if self._window else 0 for start in layout.starts]
+        rows = zip(layout.starts, layout.lengths, skipped, strict=True)
+        contexts = [start + length - skip * page_size for start, length, skip in rows]
         numbers = [
             [0, *accumulate(layout.lengths)],
             [0, *accumulate(-(-context // page_size) for context in contexts)],
             [(context - 1) % page_size + 1 for context in contexts],
             list(layout.slots),
+            skipped,
         ]
         sizes = [len(part) for part in numbers]
         flat = [number for part in numbers for number in part]
         host = torch.tensor(flat, dtype=torch.int32, pin_memory=page_table.is_cuda)
-        tokens, pages, last_page_len, _ = host.split_with_sizes(sizes)
-        _, first_pages, _, slots = host.to(page_table.device, non_blocking=True).split_with_sizes(sizes)
-        indices = pages_in_order(slots, first_pages, page_table, numbers[1][-1])
-        rows = pages, indices, last_page_len, *self._heads, page_size
+        tokens, pages, last_page_len, *_ = host.split_with_sizes(sizes)
+        _, first_pages, _, slots, skips = host.to(page_table.device, non_blocking=True).split_with_sizes(sizes)
+        indices = pages_in_order(slots, first_pages, skips, page_table, numbers[1][-1])
+        places = pages, indices, last_page_len, *self._heads, page_size
         if max(layout.lengths) == DECODE:
             wrapper = next(self._decode)
-            wrapper.plan(*rows, **self._options)
+            wrapper.plan(*places, **self._options)
         else:
             wrapper = next(self._prefill)
-            wrapper.plan(tokens, *rows, causal=True, **self._options)
+            wrapper.plan(tokens, *places, causal=True, **self._options)
         return wrapper
 
     def run(self, query: Tensor, kv: KVCache, layer: int, metadata: Any) -> Tensor:
@@ -97,15 +109,16 @@ class FlashInferAttention:
         return out
 
 
-def pages_in_order(slots: Tensor, first_pages: Tensor, page_table: Tensor, total: int) -> Tensor:
+def pages_in_order(slots: Tensor, first_pages: Tensor, skips: Tensor, page_table: Tensor, total: int) -> Tensor:
     """The rows' pages end to end, [total] int32, without a wait for the device.
 
     Args:
         slots: [rows] int32.
         first_pages: [rows + 1] int32; row i's pages are first_pages[i] .. first_pages[i + 1] - 1 of the result.
+        skips: [rows] int32, pages at the start of each row that are left out.
         page_table: [slots, pages].
         total: the last of `first_pages`.
     """
     rows = torch.repeat_interleave(first_pages.diff(), output_size=total)  # [total]
-    columns = torch.arange(total, device=rows.device) - first_pages[rows]
+    columns = torch.arange(total, device=rows.device) - first_pages[rows] + skips[rows]
     return page_table[slots[rows], columns].int()

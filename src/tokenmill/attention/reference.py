@@ -6,6 +6,7 @@ last query and last position, so that nothing is read that was not written: a Na
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,17 +25,21 @@ GROUP_ELEMENTS = 400_000  # of K gathered for a group of several pieces: what st
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some neighbouring queries of one row, and where their tokens stand in the step."""
+    """Some neighbouring queries of one row, and where their tokens stand in the step.
+
+    The first of them attends to positions from `first_seen` on.
+    """
 
     first_token: int
     slot: int
     start: int
     length: int
+    first_seen: int = 0
 
     @property
     def context(self) -> int:
-        """Positions that the last query attends to."""
-        return self.start + self.length
+        """Positions that all queries together attend to."""
+        return self.start + self.length - self.first_seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +68,21 @@ class ReferenceMetadata:
 class ReferenceAttention:
     """`attention.base.AttentionBackend` in plain torch.
 
-    `scale` multiplies the scores; `token_elements` is the size of one token's K.
+    `scale` multiplies the scores, whose absolute values stay below `cap` if there is one; `token_elements` is the size
+    of one token's K. With a `window`, a token attends to so many positions, its own the last.
     """
 
     name = "reference"
 
-    def __init__(self, *, scale: float, token_elements: int) -> None:
-        self._scale = scale
+    def __init__(self, *, scale: float, token_elements: int, window: int = 0, cap: float = 0.0) -> None:
+        self._scale, self._window, self._cap = scale, window, cap
         self._max_gathered = max(1, GROUP_ELEMENTS // token_elements)
 
     def plan(self, layout: RowLayout, page_table: Tensor, page_size: int) -> ReferenceMetadata:
         """See `AttentionBackend.plan`."""
         num_tokens = sum(layout.lengths)
-        pieces = group_pieces(cut_rows(layout), self._max_gathered)
-        planned = [_plan_group(group, page_table, page_size) for group in pieces]
+        pieces = group_pieces(cut_rows(layout, self._window), self._max_gathered)
+        planned = [_plan_group(group, page_table, page_size, self._window) for group in pieces]
         groups = tuple(group for group, _ in planned)
         is_in_order = len(groups) == 1 and groups[0].pieces * groups[0].queries == num_tokens
         order = None if is_in_order else _order(planned, num_tokens, page_table.device)
@@ -101,13 +107,24 @@ class ReferenceAttention:
         value = values.index_select(0, group.kv_slots).view(shape).transpose(1, 2)
         if group.queries == 1:  # a single query: the heads that share a K/V head become its queries
             query = query.view(group.pieces, kv_heads, heads // kv_heads, dim)
-            mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=group.mask, scale=self._scale)
+            mixed = self._mix(query, key, value, group.mask)
         else:
             query = query.view(group.pieces, group.queries, heads, dim).transpose(1, 2)
-            mixed = F.scaled_dot_product_attention(
-                query, key, value, attn_mask=group.mask, scale=self._scale, enable_gqa=heads != kv_heads
-            ).transpose(1, 2)
+            mixed = self._mix(query, key, value, group.mask).transpose(1, 2)
         return mixed.reshape(-1, heads, dim)  # [pieces * queries, heads, head_dim]
+
+    def _mix(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Query [pieces, heads, queries, head_dim]; key and value [pieces, kv_heads, context, head_dim]."""
+        group = query.shape[1] // key.shape[1]
+        if not self._cap:
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, scale=self._scale, enable_gqa=group > 1
+            )
+        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+        scores = (query @ key.transpose(2, 3)).float().mul_(self._scale / self._cap).tanh_().mul_(self._cap)
+        if mask is not None:
+            scores.masked_fill_(~mask, -math.inf)
+        return scores.softmax(-1).to(value.dtype) @ value
 
 
 def group_pieces(pieces: Sequence[Piece], max_gathered: int) -> list[list[Piece]]:
@@ -136,27 +153,32 @@ def _cost(queries: int, context: int) -> int:
     return context * (queries + GATHER_COST)
 
 
-def cut_rows(layout: RowLayout) -> list[Piece]:
+def cut_rows(layout: RowLayout, window: int = 0) -> list[Piece]:
     """The rows in pieces of at most `PIECE_QUERIES` queries, in the step's order."""
     pieces: list[Piece] = []
     first = 0
     for slot, start, length in zip(layout.slots, layout.starts, layout.lengths, strict=True):
         for done in range(0, length, PIECE_QUERIES):
-            pieces.append(Piece(first + done, slot, start + done, min(PIECE_QUERIES, length - done)))
+            first_seen = max(0, start + done + 1 - window) if window else 0
+            pieces.append(Piece(first + done, slot, start + done, min(PIECE_QUERIES, length - done), first_seen))
         first += length
     return pieces
 
 
-def _plan_group(pieces: list[Piece], page_table: Tensor, page_size: int) -> tuple[PieceGroup, Tensor]:
+def _plan_group(pieces: list[Piece], page_table: Tensor, page_size: int, window: int) -> tuple[PieceGroup, Tensor]:
     """The group, and the indices of its pieces' own queries (not padding) among [pieces * queries]."""
     device = page_table.device
     queries, context = max(piece.length for piece in pieces), max(piece.context for piece in pieces)
-    columns = [(piece.first_token, piece.slot, piece.start, piece.length) for piece in pieces]
-    first_tokens, slots, starts, lengths = torch.tensor(columns, device=device).T.unsqueeze(2)  # [pieces, 1] each
+    columns = [(its.first_token, its.slot, its.start, its.length, its.first_seen) for its in pieces]
+    first_tokens, slots, starts, lengths, seen = torch.tensor(columns, device=device).T.unsqueeze(2)  # [pieces, 1] each
     steps = torch.arange(queries, device=device)
     offsets = torch.minimum(steps, lengths - 1)  # [pieces, queries]
-    positions = torch.arange(context, device=device)
-    attended = torch.minimum(positions, starts + lengths - 1)  # [pieces, context]
+    positions = seen + torch.arange(context, device=device)  # [pieces, context]
+    attended = torch.minimum(positions, starts + lengths - 1)
+    own = (starts + offsets).unsqueeze(2)  # [pieces, queries, 1]
+    mask = positions.unsqueeze(1) <= own
+    if window:
+        mask &= positions.unsqueeze(1) > own - window
     needs_mask = queries > 1 or any(piece.context != context for piece in pieces)
     group = PieceGroup(
         pieces=len(pieces),
@@ -164,7 +186,7 @@ def _plan_group(pieces: list[Piece], page_table: Tensor, page_size: int) -> tupl
         context=context,
         tokens=(first_tokens + offsets).flatten(),
         kv_slots=kv_slots_of(slots, attended, page_table, page_size).flatten(),
-        mask=(positions <= (starts + offsets).unsqueeze(2)).unsqueeze(1) if needs_mask else None,
+        mask=mask.unsqueeze(1) if needs_mask else None,
     )
     return group, (steps < lengths).flatten().nonzero().flatten()
 

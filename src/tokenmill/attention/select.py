@@ -15,7 +15,7 @@ from tokenmill.attention.split import GraphSplitAttention, SplitAttention
 from tokenmill.errors import ConfigError
 from tokenmill.ops.select import has_pdl
 from tokenmill.parallel.shard import split_evenly, split_kv_heads
-from tokenmill.spec import ModelSpec
+from tokenmill.spec import KVKind, ModelSpec
 
 CPU = torch.device("cpu")
 MAX_HEAD_DIM = 256
@@ -27,14 +27,16 @@ DTYPES = {
 }
 
 
-def make_backend(
+def make_backends(
     choice: str,
     spec: ModelSpec,
     dtype: torch.dtype = torch.float32,
     device: torch.device = CPU,
     group_size: int = 1,
-) -> AttentionBackend:
-    """The attention backend called `choice`, or of two as "PREFILL,DECODE"; "auto" is the fastest that the device has.
+) -> tuple[AttentionBackend, ...]:
+    """The attention backend called `choice`, or of two as "PREFILL,DECODE", for each kind of K/V that the model has.
+
+    "auto" is the fastest that the device has.
 
     Raises:
         ConfigError: there is none of that name, or it cannot serve this model here.
@@ -48,22 +50,33 @@ def make_backend(
     if reasons:
         raise ConfigError(f"--attention {choice} cannot be used: {'; '.join(reasons)}")
     if len(names) == 1:
-        return _make(names[0], spec, dtype, device, group_size, (1, 2))
-    prefill, decode = (
-        _make(name, spec, dtype, device, group_size, (length,)) for name, length in zip(names, (2, 1), strict=True)
-    )
-    return (GraphSplitAttention if isinstance(decode, GraphAttention) else SplitAttention)(prefill, decode)
+        return tuple(_make(names[0], spec, kind, dtype, device, group_size, (1, 2)) for kind in spec.kv_kinds)
+    backends: list[AttentionBackend] = []
+    for kind in spec.kv_kinds:
+        prefill, decode = (
+            _make(name, spec, kind, dtype, device, group_size, (length,))
+            for name, length in zip(names, (2, 1), strict=True)
+        )
+        split = GraphSplitAttention if isinstance(decode, GraphAttention) else SplitAttention
+        backends.append(split(prefill, decode))
+    return tuple(backends)
 
 
 def _make(
-    name: str, spec: ModelSpec, dtype: torch.dtype, device: torch.device, group_size: int, lengths: tuple[int, ...]
+    name: str,
+    spec: ModelSpec,
+    kind: KVKind,
+    dtype: torch.dtype,
+    device: torch.device,
+    group_size: int,
+    lengths: tuple[int, ...],
 ) -> AttentionBackend:
     """A backend for rows of such lengths; 2 stands for all above 1."""
-    scale = spec.head_dim**-0.5
+    scale = spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
+    options: dict[str, Any] = {"scale": scale, "window": kind.window, "cap": spec.attention_cap}
     if name == "reference":
-        return ReferenceAttention(scale=scale, token_elements=spec.num_kv_heads * spec.head_dim)
-    options: dict[str, Any] = {
-        "scale": scale,
+        return ReferenceAttention(**options, token_elements=spec.num_kv_heads * spec.head_dim)
+    options |= {
         "num_heads": split_evenly(spec.num_heads, 0, group_size, "attention heads").size,
         "num_kv_heads": split_kv_heads(spec.num_heads, spec.num_kv_heads, 0, group_size).size,
         "head_dim": spec.head_dim,

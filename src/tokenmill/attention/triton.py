@@ -46,10 +46,12 @@ class TritonAttention:
 
     Args:
         scale: multiplies the scores.
+        window: positions that a token attends to, its own the last; 0: all.
+        cap: bound of the scores, cap * tanh(score / cap); 0: none.
         num_heads, num_kv_heads: of this rank.
         dtype: of queries, keys and values.
         num_sms: multiprocessors of the device.
-        gather_from: shortest row for cuDNN, which takes no float32 and no heads over 128 dimensions.
+        gather_from: shortest row for cuDNN, which takes no float32, no heads over 128 dimensions, no window and no cap.
         pdl: launch decode kernels while the kernel before still runs (needs compute capability 9).
     """
 
@@ -64,21 +66,25 @@ class TritonAttention:
         head_dim: int,
         dtype: torch.dtype,
         num_sms: int,
+        window: int = 0,
+        cap: float = 0.0,
         gather_from: int = 3072,
         pdl: bool = False,
     ) -> None:
-        self._scale, self._decode = scale, partial(decode_attention, scale=scale, pdl=pdl)
+        self._scale, self._window = scale, window
+        self._decode = partial(decode_attention, scale=scale, window=window, cap=cap, pdl=pdl)
+        self._prefill = partial(prefill_attention, scale=scale, window=window, cap=cap)
         self._num_heads, self._num_kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
         self._num_sms, self._element_size = num_sms, dtype.itemsize
-        self._gather_from = max(2, gather_from) if can_gather(head_dim, dtype) else sys.maxsize
+        self._gather_from = max(2, gather_from) if can_gather(head_dim, dtype) and not cap else sys.maxsize
         self.longest_row = self._gather_from - 1
 
     def plan(self, layout: RowLayout, page_table: Tensor, page_size: int) -> TritonMetadata:
         """See `AttentionBackend.plan`. At most one copy to the device, and no wait for it."""
         rows, singles = _rows_of(layout)
-        gathered = tuple(row for row in rows if row.length >= self._gather_from)
+        gathered = tuple(row for row in rows if self._is_gathered(row))
         settings, block_queries = self._tiles(sum(layout.lengths))
-        work = make_work((row for row in rows if 1 < row.length < self._gather_from), block_queries)
+        work = make_work((row for row in rows if row.length > 1 and row not in gathered), block_queries)
         num_rows = -(-len(singles) // ALIGNED_INTS) * ALIGNED_INTS
         numbers = _numbers(singles, num_rows, work, len(work))
         # The pinned memory is kept until the copy is done by torch's allocator, which notes the stream that reads it.
@@ -88,6 +94,10 @@ class TritonAttention:
         decode = self._cut(slots, positions, tokens) if singles else None
         items = packed[3 * num_rows :].view(-1, WORK_COLUMNS) if work else None
         return TritonMetadata(page_table, page_size, decode, items, settings, gathered)
+
+    def _is_gathered(self, row: PrefillRow) -> bool:
+        is_inside = not self._window or row.start + row.length <= self._window
+        return row.length >= self._gather_from and is_inside
 
     def plan_decode(self, slots: Tensor, positions: Tensor, page_table: Tensor, page_size: int) -> TritonMetadata:
         """See `GraphAttention.plan_decode`. Rows read fastest when long contexts come first."""
@@ -156,8 +166,8 @@ class TritonAttention:
         for row in metadata.gathered:
             out[row.first_token : row.first_token + row.length] = gather(row)
         if metadata.work is not None:
-            attend = partial(prefill_attention, page_size=page_size, scale=self._scale)
-            attend(query, keys, values, table, metadata.work, out, metadata.settings)
+            work, settings = metadata.work, metadata.settings
+            self._prefill(query, keys, values, table, work, out, settings, page_size=page_size)
         if metadata.decode is not None:
             self._decode(query, keys, values, table, metadata.decode, out, page_size=page_size)
         return out
@@ -165,7 +175,7 @@ class TritonAttention:
     def _cut(self, slots: Tensor, positions: Tensor, tokens: Tensor | None = None) -> DecodePlan:
         rows, kv_heads, dim = slots.shape[0], self._num_kv_heads, self._head_dim
         settings = decode_settings(rows, kv_heads, dim, self._element_size, self._num_sms)
-        return plan_decode(slots, positions, settings, self._num_heads, kv_heads, dim, tokens)
+        return plan_decode(slots, positions, settings, self._num_heads, kv_heads, dim, tokens, window=self._window)
 
 
 def _rows_of(layout: RowLayout) -> tuple[list[PrefillRow], list[PrefillRow]]:

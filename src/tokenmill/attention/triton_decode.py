@@ -99,11 +99,13 @@ def plan_decode(
     kv_heads: int,
     head_dim: int,
     tokens: Tensor | None = None,
+    *,
+    window: int = 0,
 ) -> DecodePlan:
     """Cut rows into pieces on the device. Longest contexts first read fastest.
 
     Args:
-        slots, positions: [rows] int32; row i attends to positions 0 .. positions[i] of its slot.
+        slots, positions: [rows] int32; row i attends to positions 0 .. positions[i] of its slot, or the last `window`.
         settings: of `decode_settings`.
         heads, kv_heads, head_dim: of the queries and of K and V.
         tokens: [rows] int32, where each row stands in query and output; None: row i is token i.
@@ -120,7 +122,7 @@ def plan_decode(
     _cut[(1,)](
         positions, slots, slots if tokens is None else tokens, plan.pieces, plan.counters, rows, capacity,
         plan.counters.numel(), settings.num_pieces, settings.least_piece, HAS_TOKENS=tokens is not None,
-        BLOCK_N=settings.block_n, BLOCK_ROWS=max(PLANNED_ROWS, triton.next_power_of_2(rows)),
+        WINDOW=window, BLOCK_N=settings.block_n, BLOCK_ROWS=max(PLANNED_ROWS, triton.next_power_of_2(rows)),
     )  # fmt: skip
     return plan
 
@@ -137,6 +139,8 @@ def decode_attention(
     scale: float,
     rotation: Rotation | None = None,
     norms: HeadNorms | None = None,
+    window: int = 0,
+    cap: float = 0.0,
     pdl: bool = False,
 ) -> None:
     """Attention of the plan's rows. Safe to capture: contexts are read on the device.
@@ -156,6 +160,8 @@ def decode_attention(
         scale: multiplies the scores.
         rotation: the tokens' angles, or None: queries are prepared, and the rows' K and V are stored.
         norms: weights of the normalisation of heads, or None.
+        window: that of the plan.
+        cap: bound of the scores, cap * tanh(score / cap); 0: none.
         pdl: see `ops.triton.launch`. With `rotation`, plan, page table, angles and all K and V but the rows' own must
             not be written by a kernel since the last ordinary launch.
     """
@@ -172,7 +178,7 @@ def decode_attention(
         GROUP=group, BLOCK_G=max(16, block_heads), BLOCK_HEADS=block_heads, HEAD_DIM=head_dim, BLOCK_D=block_d,
         BLOCK_N=settings.block_n, PAGE_SIZE=page_size, JOINED=min(max(joined, 2), 16),
         ROTARY_DIM=0 if rotation is None else cos.shape[-1], HAS_NORM=norms is not None,
-        IS_EARLY=settings.is_early, PDL=pdl,
+        WINDOW=window, CAP=cap * LOG2_E, IS_EARLY=settings.is_early, PDL=pdl,
         num_warps=settings.num_warps, num_stages=settings.num_stages, **pdl_options(pdl),
     )  # fmt: skip
 
@@ -183,7 +189,7 @@ def decode_attention(
 )
 def _cut(
     positions, slots, tokens, pieces, counters, rows, capacity, num_counters, num_pieces, least_piece,
-    HAS_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    HAS_TOKENS: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, BLOCK_ROWS)
     is_row = row < rows
@@ -191,16 +197,19 @@ def _cut(
     slot = tl.load(slots + row, mask=is_row, other=0)
     token = tl.load(tokens + row, mask=is_row, other=0) if HAS_TOKENS else row
     context = tl.where(is_row, position + 1, 0).to(tl.int64)
-    longest = tl.maximum(tl.cdiv(tl.sum(context, 0), num_pieces), least_piece)
-    length = tl.cdiv(context, tl.maximum(tl.cdiv(context, tl.maximum(longest, 1)), 1))
+    seen = context
+    if WINDOW > 0:  # whole blocks, so that a block stands in one page where pages are larger
+        seen = context - tl.maximum(context - WINDOW, 0) // BLOCK_N * BLOCK_N
+    longest = tl.maximum(tl.cdiv(tl.sum(seen, 0), num_pieces), least_piece)
+    length = tl.cdiv(seen, tl.maximum(tl.cdiv(seen, tl.maximum(longest, 1)), 1))
     length = tl.maximum(tl.cdiv(length, BLOCK_N) * BLOCK_N, 1)
-    count = tl.cdiv(context, length).to(tl.int32)
+    count = tl.cdiv(seen, length).to(tl.int32)
     end = tl.cumsum(count, 0)
     first = end - count
     for number in range(tl.max(count, 0)):
         piece = pieces + (first + number) * COLUMNS
         is_piece = number < count
-        start = number * length
+        start = context - seen + number * length
         tl.store(piece + TOKEN, token, mask=is_piece)
         tl.store(piece + SLOT, slot, mask=is_piece)
         tl.store(piece + POSITION, position, mask=is_piece)
@@ -220,7 +229,8 @@ def _attend(
     eps, scale, table_stride, query_stride, key_stride, value_stride, out_stride,
     GROUP: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr, JOINED: tl.constexpr,
-    ROTARY_DIM: tl.constexpr, HAS_NORM: tl.constexpr, IS_EARLY: tl.constexpr, PDL: tl.constexpr,
+    ROTARY_DIM: tl.constexpr, HAS_NORM: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    IS_EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL and IS_EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -258,8 +268,9 @@ def _attend(
             partner_key_weight = tl.load(key_weight + partner, mask=is_column, other=0.0).to(tl.float32)
         if IS_EARLY:
             k, v, is_seen = _load_block(
-                keys, values, page, start, stop, key_stride, value_stride, dims, HEAD_DIM, BLOCK_N, PAGE_SIZE
-            )
+                keys, values, page, start, stop, position, key_stride, value_stride, dims, HEAD_DIM, BLOCK_N,
+                PAGE_SIZE, WINDOW,
+            )  # fmt: skip
             page = _load_page(table, start + BLOCK_N, stop, BLOCK_N, PAGE_SIZE)
         if PDL:
             tl.extra.cuda.gdc_wait()
@@ -281,12 +292,12 @@ def _attend(
         tl.store(values + own_slot * value_stride + column, own_v, mask=is_own)
         has_own = tl.max(is_own.to(tl.int32), 1)  # [1]
         q = tl.broadcast_to(q[None], [BLOCK_G // BLOCK_HEADS, BLOCK_HEADS, BLOCK_D]).reshape(BLOCK_G, BLOCK_D)
-        score = tl.sum(q.to(tl.float32) * own_k.to(tl.float32), 1) * scale
+        score = capped(tl.sum(q.to(tl.float32) * own_k.to(tl.float32), 1) * scale, CAP)
         largest = tl.where(has_own > 0, score, -1e30)  # [group]
         total = has_own + tl.zeros([BLOCK_G], tl.float32)
         mixed = own_v + tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
         if IS_EARLY:
-            mixed, largest, total = _attend_block(mixed, largest, total, q, k, v, is_seen, scale)
+            mixed, largest, total = _attend_block(mixed, largest, total, q, k, v, is_seen, scale, CAP)
             start += BLOCK_N
     else:
         if PDL:
@@ -297,10 +308,11 @@ def _attend(
         mixed = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     for begin in range(start, stop, BLOCK_N):
         k, v, is_seen = _load_block(
-            keys, values, page, begin, stop, key_stride, value_stride, dims, HEAD_DIM, BLOCK_N, PAGE_SIZE
-        )
+            keys, values, page, begin, stop, position, key_stride, value_stride, dims, HEAD_DIM, BLOCK_N,
+            PAGE_SIZE, WINDOW,
+        )  # fmt: skip
         page = _load_page(table, begin + BLOCK_N, stop, BLOCK_N, PAGE_SIZE)
-        mixed, largest, total = _attend_block(mixed, largest, total, q, k, v, is_seen, scale)
+        mixed, largest, total = _attend_block(mixed, largest, total, q, k, v, is_seen, scale, CAP)
     if PDL and not IS_EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     mixed = mixed / total[:, None]  # [group, dim]; at least one position was seen, so that total is at least 1
@@ -332,12 +344,14 @@ def _load_page(table, begin, stop, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexp
 
 @triton.jit
 def _load_block(
-    keys, values, page, begin, stop, key_stride, value_stride, dims,
-    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    keys, values, page, begin, stop, position, key_stride, value_stride, dims,
+    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """K [dim, n] and V [n, dim] of positions from `begin` on, and which of them stand before `stop`, [n]."""
+    """K [dim, n] and V [n, dim] of positions from `begin` on; which of them are seen before `stop`, [n]."""
     place = begin + tl.arange(0, BLOCK_N)
     is_seen = place < stop  # what stands behind may never have been written, and pages may be missing
+    if WINDOW > 0:
+        is_seen &= place > position - WINDOW  # as pages before the window may be
     has_dim = dims < HEAD_DIM
     kv_slot = page * PAGE_SIZE + place % PAGE_SIZE  # [n]
     key_places = (kv_slot * key_stride)[None, :] + dims[:, None]
@@ -348,9 +362,17 @@ def _load_block(
 
 
 @triton.jit
-def _attend_block(mixed, largest, total, q, k, v, is_seen, scale):
+def capped(scores, CAP: tl.constexpr):
+    """CAP * tanh(scores / CAP), where there is a cap."""
+    if CAP > 0:
+        scores = CAP - 2 * CAP / (1 + tl.exp(scores * (2 / CAP)))
+    return scores
+
+
+@triton.jit
+def _attend_block(mixed, largest, total, q, k, v, is_seen, scale, CAP: tl.constexpr):
     """One step of the running softmax."""
-    scores = tl.dot(q, k, input_precision="ieee") * scale  # [group, n]
+    scores = capped(tl.dot(q, k, input_precision="ieee") * scale, CAP)  # [group, n]
     scores = tl.where(is_seen[None, :], scores, float("-inf"))
     new_largest = tl.maximum(largest, tl.max(scores, 1))
     weights = tl.exp2(scores - new_largest[:, None])

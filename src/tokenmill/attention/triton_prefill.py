@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenmill.attention.triton_decode import LOG2_E, padded_dim
+from tokenmill.attention.triton_decode import LOG2_E, capped, padded_dim
 
 WORK_COLUMNS = 4
 BUCKET = 512  # cuDNN makes a plan for each new shape, so that shapes are rounded up to whole buckets
@@ -76,8 +76,10 @@ def prefill_attention(
     *,
     page_size: int,
     scale: float,
+    window: int = 0,
+    cap: float = 0.0,
 ) -> None:
-    """Causal attention of all the queries that `work` names.
+    """Causal attention of all the queries that `work` names, to all positions or the last `window`.
 
     Args:
         query: [tokens, heads, head_dim]; the last two dimensions are dense.
@@ -86,6 +88,10 @@ def prefill_attention(
         work: [items, 4] int32 from `make_work` with `settings.block_m // group` queries.
         out: like query; only the named tokens are written.
         settings: of `prefill_settings`.
+        page_size: tokens a page.
+        scale: multiplies the scores.
+        window: positions that a query attends to, its own the last; 0: all.
+        cap: bound of the scores, cap * tanh(score / cap); 0: none.
     """
     heads, head_dim, kv_heads = query.shape[1], query.shape[2], keys.shape[1]
     if keys.stride(0) != values.stride(0):
@@ -97,7 +103,7 @@ def prefill_attention(
         scale * LOG2_E, page_table.stride(0), query.stride(0), out.stride(0),
         GROUP=heads // kv_heads, HEAD_DIM=head_dim, BLOCK_D=padded_dim(head_dim), PAGE_SIZE=page_size,
         BLOCK_M=settings.block_m, BLOCK_N=settings.block_n, COLUMNS=WORK_COLUMNS, KV_STRIDE=keys.stride(0),
-        IS_WIDE=keys.shape[0] * keys.stride(0) > MAX_INT32,
+        WINDOW=window, CAP=cap * LOG2_E, IS_WIDE=keys.shape[0] * keys.stride(0) > MAX_INT32,
         num_warps=settings.num_warps, num_stages=settings.num_stages,
     )  # fmt: skip
 
@@ -108,7 +114,7 @@ def _attend(
     scale, table_stride, query_stride, out_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, KV_STRIDE: tl.constexpr,
-    IS_WIDE: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, IS_WIDE: tl.constexpr,
 ):  # fmt: skip
     kv_head, item = tl.program_id(0), work + tl.program_id(1) * COLUMNS
     first_token, slot = tl.load(item).to(tl.int64), tl.load(item + 1).to(tl.int64)
@@ -129,9 +135,13 @@ def _attend(
     mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     largest = tl.full([BLOCK_M], -1e30, tl.float32)  # finite: infinity minus infinity is no number
     total = tl.zeros([BLOCK_M], tl.float32)
-    for begin in range(0, context, BLOCK_N):
+    low = tl.maximum(first + 1 - WINDOW, 0) if WINDOW > 0 else 0
+    factor = 1.0 if CAP > 0 else scale  # what is capped has been scaled
+    for begin in range(low // BLOCK_N * BLOCK_N, context, BLOCK_N):
         # In place of what stands behind the context, and may never have been written, its last position is read.
         place = tl.minimum(begin + numbers, context - 1)
+        if WINDOW > 0:  # before the window pages may be missing
+            place = tl.maximum(place, low)
         page = tl.load(table + (begin if PAGE_SIZE % BLOCK_N == 0 else place) // PAGE_SIZE)
         if IS_WIDE:
             page = page.to(tl.int64)
@@ -139,10 +149,15 @@ def _attend(
         offsets = offsets[:, None] + dims[None, :]
         k = tl.load(keys + offsets) if HEAD_DIM == BLOCK_D else tl.load(keys + offsets, mask=has_dim, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [member, n]
+        if CAP > 0:
+            scores = capped(scores * scale, CAP)
         if begin + BLOCK_N > first + 1:  # not all queries see the whole block
             scores = tl.where((first + steps)[:, None] >= (begin + numbers)[None, :], scores, float("-inf"))
-        new_largest = tl.maximum(largest, tl.max(scores, 1) * scale)
-        weights = tl.exp2(scores * scale - new_largest[:, None])
+        if WINDOW > 0:  # noqa: SIM102  (one of them is known when the kernel is compiled)
+            if begin < context - WINDOW:
+                scores = tl.where((first + steps)[:, None] < (begin + numbers)[None, :] + WINDOW, scores, float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(scores, 1) * factor)
+        weights = tl.exp2(scores * factor - new_largest[:, None])
         shrink = tl.exp2(largest - new_largest)
         total = total * shrink + tl.sum(weights, 1)
         v = tl.load(values + offsets) if HEAD_DIM == BLOCK_D else tl.load(values + offsets, mask=has_dim, other=0.0)

@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from tokenmill.attention.select import make_backend
+from tokenmill.attention.select import make_backends
 from tokenmill.bench.operations import Call, Case, Operations
 from tokenmill.bench.options import KernelOptions
 from tokenmill.bench.report import Report, describe
@@ -45,7 +45,7 @@ def run(options: KernelOptions) -> None:
     spec = read_spec(path) if path.is_dir() else open_checkpoint(path).spec
     config = resolve(options.run, measure_hardware(options.run.engine.device), spec)
     place = torch.device(config.device)
-    attention = make_backend(options.run.engine.attention, spec, getattr(torch, config.dtype), place)
+    attention, *_ = make_backends(options.run.engine.attention, spec, getattr(torch, config.dtype), place)
     ops = make_ops("triton" if config.device == "cuda" else "reference", place)
     report = Report(
         describe(options.run.model.model, dataclasses.replace(config, attention=attention.name)), as_json=options.json

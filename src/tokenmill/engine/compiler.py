@@ -15,7 +15,7 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -55,7 +55,7 @@ class Rehearsal:
     group: Group
     config: ResolvedConfig
     ops: Ops
-    attention: AttentionBackend
+    attention: Sequence[AttentionBackend]
     capability: tuple[int, int]
     first_prompts: tuple[int, ...] = FIRST_PROMPTS
     prompts: tuple[int, ...] = PROMPTS

@@ -78,7 +78,7 @@ class ModelEngine:
         self,
         model: CausalLM,
         ops: Ops,
-        attention: AttentionBackend,
+        attention: Sequence[AttentionBackend],
         config: ResolvedConfig,
         device: Device,
         *,
@@ -100,7 +100,7 @@ class ModelEngine:
         self._book = WishBook()
         self._pools = Pools()
         self._graphs = self._mixed = None
-        if config.graph_max_batch and isinstance(attention, GraphAttention):
+        if config.graph_max_batch and isinstance(attention[0], GraphAttention):
             assert isinstance(device, GraphDevice)
             self._graphs = self._make_graphs(CaptureBudget(device, may_capture))
             self._mixed = self._make_mixed(CaptureBudget(device, may_capture))
@@ -244,7 +244,7 @@ class ModelEngine:
 
     def _updates_for(self, plan: StepPlan, room: int) -> array[int]:
         """The plan's page updates for a replay that takes `room`; if they are more, they go ahead of it."""
-        updates = stage.page_triples(plan)
+        updates = stage.page_triples(plan, self._state.page_tables)
         if len(updates) <= 3 * room:
             return updates
         stage.stage_tokens(self._device.upload(array("i")), self._device.upload(updates), self._state, self._ops)
@@ -252,13 +252,12 @@ class ModelEngine:
 
     def _replay_mixed(self, plan: StepPlan, wanted: Wanted | None) -> Tensor | None:
         assert self._mixed is not None
-        assert isinstance(self._attention, TableAttention)
         self._open(plan)
         columns = stage.StepColumns.of(plan.rows)
         _, slots, positions = columns.draws
         draw = Draw.FILTERED if self._table.needs_filters(slots) else Draw.PLAIN
         has_none = not slots or wanted is not None or self._needs_adjusting(slots, positions)
-        has_none |= max(row.length for row in plan.rows) > self._attention.longest_row
+        has_none |= max(row.length for row in plan.rows) > min(its.longest_row for its in _with_tables(self._attention))
         graph = None if has_none else self._mixed.get(plan.num_tokens, len(slots), draw)
         numbers = None if graph is None else self._lay_out(plan, columns, graph.size)
         if graph is None or numbers is None:
@@ -269,11 +268,12 @@ class ModelEngine:
 
     def _lay_out(self, plan: StepPlan, columns: stage.StepColumns, size: MixedSize) -> array[int] | None:
         """The numbers of a step, padded to a graph's size; None: its rows do not fit."""
-        state = self._state
-        assert isinstance(self._attention, TableAttention)
-        tables = self._attention.tables(stage.layout_of(plan.rows), size.tokens, size.rows, state.spare_slot)
-        if tables is None:
-            return None
+        state, tables, layout = self._state, array("i"), stage.layout_of(plan.rows)
+        for attention in _with_tables(self._attention):
+            numbers = attention.tables(layout, size.tokens, size.rows, state.spare_slot)
+            if numbers is None:
+                return None
+            tables += numbers
         updates = self._updates_for(plan, size.updates)
         columns.pad(size.tokens, size.rows, state.spare_slot)
         spare_update = array("i", [state.spare_slot, 0, self.config.num_pages])
@@ -281,18 +281,23 @@ class ModelEngine:
         return columns.joined() + updates + tables
 
     def _make_mixed(self, budget: CaptureBudget) -> MixedGraphs | None:
-        attention, device, state = self._attention, self._device, self._state
-        if not isinstance(attention, TableAttention) or not isinstance(device, GraphDevice):
+        attention, device, state = _with_tables(self._attention), self._device, self._state
+        if not attention or not isinstance(device, GraphDevice):
             return None
 
         def body(numbers: Tensor, size: MixedSize, draw: Draw) -> Tensor:
-            parts = 3 * size.tokens, 3 * size.rows, 3 * size.updates, attention.table_length(size.tokens, size.rows)
-            tokens, draws, updates, tables = torch.split_with_sizes(numbers, parts)
+            lengths = [its.table_length(size.tokens, size.rows) for its in attention]
+            parts = 3 * size.tokens, 3 * size.rows, 3 * size.updates, *lengths
+            tokens, draws, updates, *tables = torch.split_with_sizes(numbers, parts)
             _, positions, _ = tokens = tokens.view(3, -1)
             ends, slots, lasts = draws.view(3, -1)
             input_ids, kv_slots = stage.stage_tokens(tokens, updates, state, self._ops)
-            plan = attention.plan_tables(tables, size.tokens, size.rows, state.page_table, self.config.page_size)
-            logits = self._model.forward(ForwardBatch(input_ids, positions, kv_slots, ends, plan), state.kv)
+            plans = [
+                its.plan_tables(numbers, size.tokens, size.rows, table, state.page_size)
+                for its, numbers, table in zip(attention, tables, state.page_tables, strict=True)
+            ]
+            batch = ForwardBatch(input_ids, positions, kv_slots.unbind(0), ends, plans)
+            logits = self._model.forward(batch, state.kv)
             is_filtered = draw is Draw.FILTERED
             return self._sampler.draw(logits, slots, lasts, state.last_tokens, is_filtered=is_filtered)
 
@@ -309,15 +314,18 @@ class ModelEngine:
 
     def _make_graphs(self, budget: CaptureBudget) -> DecodeGraphs:
         assert isinstance(self._device, GraphDevice)
-        assert isinstance(self._attention, GraphAttention)
         state, config = self._state, self.config
-        backend = self._attention
+        backends = [its for its in self._attention if isinstance(its, GraphAttention)]
 
         def body(columns: Tensor, updates: Tensor, draw: Draw) -> Tensor:
             input_ids, kv_slots = stage.stage_tokens(columns, updates, state, self._ops)
             _, positions, slots = columns
-            metadata = backend.plan_decode(slots, positions, state.page_table, config.page_size)
-            logits = self._model.forward(ForwardBatch(input_ids, positions, kv_slots, None, metadata), state.kv)
+            plans = [
+                its.plan_decode(slots, positions, table, state.page_size)
+                for its, table in zip(backends, state.page_tables, strict=True)
+            ]
+            batch = ForwardBatch(input_ids, positions, kv_slots.unbind(0), None, plans)
+            logits = self._model.forward(batch, state.kv)
             if draw is Draw.LOGITS:
                 return logits
             is_filtered = draw is Draw.FILTERED
@@ -331,3 +339,7 @@ class ModelEngine:
             spare_slot=state.spare_slot,
             spare_page=config.num_pages,
         )
+
+
+def _with_tables(attention: Sequence[AttentionBackend]) -> list[TableAttention]:
+    return [its for its in attention if isinstance(its, TableAttention)]

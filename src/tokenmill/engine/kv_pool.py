@@ -1,4 +1,4 @@
-"""K/V tensors, page table and last-token table: the device state that lives from step to step."""
+"""K/V tensors, page tables and last-token table: the device state that lives from step to step."""
 
 from __future__ import annotations
 
@@ -19,27 +19,30 @@ class DeviceState:
     Slot `spare_slot` belongs to no request; its only page lies behind the scheduler's pages. Padded rows use it.
     """
 
-    kv: KVCache
-    page_table: Tensor  # [slots + 1, pages_per_request] int64 on a CPU, else int32
+    kv: tuple[KVCache, ...]  # of each kind
+    page_tables: Tensor  # [kinds, slots + 1, pages_per_request] int64 on a CPU, else int32
     last_tokens: Tensor  # [slots + 1] int64
     spare_slot: int
+    page_size: int
 
 
 def allocate(config: ResolvedConfig, spec: ModelSpec, num_kv_heads: int, device: torch.device) -> DeviceState:
     """Room for `config.num_pages` pages and a spare one. On a CPU memory is taken as pages are first written."""
-    shape = (spec.num_layers, config.pool_tokens + config.page_size, num_kv_heads, spec.head_dim)
     dtype = getattr(torch, config.dtype)
     slots = config.max_running + 1
+
+    def pool(num_layers: int) -> Tensor:
+        shape = (num_layers, config.pool_tokens + config.page_size, num_kv_heads, spec.head_dim)
+        return torch.empty(shape, dtype=dtype, device=device)
+
     index = torch.int64 if device.type == "cpu" else torch.int32
-    page_table = torch.zeros((slots, config.pages_per_request), dtype=index, device=device)
-    page_table[config.max_running] = config.num_pages
+    kinds = [len(kind.layers) for kind in spec.kv_kinds]
+    page_tables = torch.zeros((len(kinds), slots, config.pages_per_request), dtype=index, device=device)
+    page_tables[:, config.max_running] = config.num_pages
     return DeviceState(
-        kv=KVCache(
-            keys=torch.empty(shape, dtype=dtype, device=device),
-            values=torch.empty(shape, dtype=dtype, device=device),
-            page_size=config.page_size,
-        ),
-        page_table=page_table,
+        kv=tuple(KVCache(pool(layers), pool(layers), config.page_size) for layers in kinds),
+        page_tables=page_tables,
         last_tokens=torch.zeros(slots, dtype=torch.int64, device=device),
         spare_slot=config.max_running,
+        page_size=config.page_size,
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from tokenmill.attention.select import make_backend
+from tokenmill.attention.select import make_backends
 from tokenmill.config import ELEMENT_SIZE, ResolvedConfig, RunConfig, check_vocabulary, resolve
 from tokenmill.engine.compiler import Rehearsal
 from tokenmill.engine.device import finish_cuda_work, free_cuda_memory, measure_hardware, open_device
@@ -53,9 +53,9 @@ def load_engine(
         config = resolve(run, hardware, spec)  # what cannot work is refused before the weights are read
         torch.set_num_threads(config.threads)
         device, dtype = torch.device(config.device), getattr(torch, config.dtype)
-        attention = make_backend(run.engine.attention, spec, dtype, device, group.size)
+        attention = make_backends(run.engine.attention, spec, dtype, device, group.size)
         ops = make_ops("triton" if device.type == "cuda" else "reference", device)
-        if attention.name == "triton":
+        if attention[0].name == "triton":
             warm_up.begin(Rehearsal(spec, group, config, ops, attention, torch.cuda.get_device_capability(device)))
         else:
             warm_up.cancel()
@@ -71,7 +71,7 @@ def load_engine(
             log.info("%d MiB of device memory set aside for CUDA graphs and sampling", set_aside >> 20)
             hardware = dataclasses.replace(hardware, memory_bytes=max(free_cuda_memory() - set_aside, 0))
             config = resolve(run, hardware, spec)
-        config = dataclasses.replace(config, attention=attention.name)
+        config = dataclasses.replace(config, attention=attention[0].name)
         _log(run, hardware, config, spec)
         parts = model, ops, attention, config, open_device(config)
         engine = ModelEngine(*parts, matchers=matchers, may_capture=warm_up.is_done, at_close=warm_up.cancel)

@@ -44,22 +44,24 @@ def plan_openings(plan: StepPlan) -> list[Opening]:
     return [Opening(its.slot, its.params, its.prompt_len, its.blocked_ids, its.history) for its in by_slot.values()]
 
 
-def page_triples(plan: StepPlan) -> array[int]:
-    """The plan's page updates as (slot, index, page), three int32 each; of several for one entry, the last.
+def page_triples(plan: StepPlan, page_tables: Tensor) -> array[int]:
+    """The plan's page updates as (row, index, page), three int32 each; of several for one entry, the last.
 
-    They are written at once on the device, in no order.
+    A row is kind * slots + slot. They are written at once on the device, in no order.
     """
+    kinds, slots, _ = page_tables.shape
     entries: dict[tuple[int, int], int] = {}
     for update in plan.page_updates:
-        for index, page in enumerate(update.pages, update.first):
-            entries[update.slot, index] = page
-    return array("i", [number for (slot, index), page in entries.items() for number in (slot, index, page)])
+        for row in range(update.slot, kinds * slots, slots):
+            for index, page in enumerate(update.pages, update.first):
+                entries[row, index] = page
+    return array("i", [number for (row, index), page in entries.items() for number in (row, index, page)])
 
 
 def stage_tokens(columns: Tensor, updates: Tensor, state: DeviceState, ops: Ops) -> tuple[Tensor, Tensor]:
     """`Ops.stage_tokens` on the engine's tables; `updates` as `page_triples` has them."""
-    places = updates.view(-1, 3), state.last_tokens, state.page_table
-    return ops.stage_tokens(columns.view(3, -1), *places, state.kv.page_size)
+    places = updates.view(-1, 3), state.last_tokens, state.page_tables
+    return ops.stage_tokens(columns.view(3, -1), *places, state.page_size)
 
 
 def padded_count(count: int) -> int:
@@ -117,7 +119,7 @@ def make_batch(
     plan: StepPlan,
     state: DeviceState,
     ops: Ops,
-    attention: AttentionBackend,
+    attention: Sequence[AttentionBackend],
     upload: Upload,
     *,
     is_padded: bool = False,
@@ -130,9 +132,9 @@ def make_batch(
     if is_padded:
         columns.pad(padded_count(len(columns.tokens[0])), padded_count(len(columns.draws[0])), state.spare_slot)
     num_tokens, num_draws = len(columns.tokens[0]), len(columns.draws[0])
-    numbers = upload(columns.joined() + page_triples(plan))
+    numbers = upload(columns.joined() + page_triples(plan, state.page_tables))
     tokens, draws = numbers[: 3 * num_tokens].view(3, -1), numbers[3 * num_tokens :][: 3 * num_draws].view(3, -1)
     input_ids, kv_slots = stage_tokens(tokens, numbers[3 * (num_tokens + num_draws) :], state, ops)
-    # What follows reads the page table.
-    metadata = attention.plan(layout_of(plan.rows), state.page_table, state.kv.page_size)
-    return ForwardBatch(input_ids, tokens[1], kv_slots, draws[0], metadata), draws[1], draws[2]
+    layout, tables = layout_of(plan.rows), state.page_tables  # which what follows reads
+    metadata = [its.plan(layout, table, state.page_size) for its, table in zip(attention, tables, strict=True)]
+    return ForwardBatch(input_ids, tokens[1], kv_slots.unbind(0), draws[0], metadata), draws[1], draws[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -15,6 +16,6 @@ class ForwardBatch:
 
     input_ids: Tensor  # [tokens] integers, as are the others
     positions: Tensor  # [tokens]
-    kv_slots: Tensor  # [tokens], where the tokens' K and V go
+    kv_slots: Sequence[Tensor]  # of each kind of K/V: [tokens], where the tokens' K and V go
     logits_indices: Tensor | None  # [sampled], into tokens; None: all of them draw
-    attention: AttentionMetadata
+    attention: Sequence[AttentionMetadata]  # of each kind of K/V

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,7 @@ class Build:
     spec: ModelSpec
     group: Group
     ops: Ops
-    attention: AttentionBackend
+    attention: Sequence[AttentionBackend]  # one for each of the spec's kinds of K/V
     dtype: torch.dtype
     device: torch.device
 
@@ -35,13 +35,15 @@ class Build:
 class Source:
     """The part of a checkpoint's tensor that fills `target`, a parameter or some of its rows.
 
-    `shape` is the whole tensor's; `columns` None takes all of them.
+    `shape` is the whole tensor's; `columns` None takes all of them; `offset` is added. `others` are further parts.
     """
 
     target: Tensor  # [rows.size, columns.size], or [rows.size] of a vector
     shape: tuple[int, ...]
     rows: Span
     columns: Span | None = None
+    offset: float = 0.0
+    others: tuple[Source, ...] = ()
 
 
 Sources = Mapping[str, Source]  # by the checkpoint tensor's name

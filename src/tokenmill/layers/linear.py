@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -24,20 +25,28 @@ class ColumnParallelLinear:
         self.weight = build.parameter(outputs, inputs)
         self.bias = build.parameter(outputs) if bias else None
 
-    def __call__(self, hidden: Hidden, norm: Norm) -> Tensor:
-        """The product of the normalised hidden state: [tokens, this rank's outputs]."""
+    def __call__(self, hidden: Hidden, norm: Norm | None) -> Tensor:
+        """The product of the hidden state, normalised if there is a norm: [tokens, this rank's outputs]."""
         return self._ops.normed_linear(hidden, self.weight, self.bias, norm=norm)
 
     def sources(self, names: Sequence[str]) -> Sources:
-        """Where the parts' tensors go; `names` are the parts', in order."""
+        """Where the parts' tensors go; `names` are the parts', in order. Parts of one name are one tensor's rows."""
         found: dict[str, Source] = {}
         first, inputs = 0, self.weight.shape[1]
-        for name, (total, span) in zip(names, self._parts, strict=True):
-            place = slice(first, first + span.size)
-            found[f"{name}.weight"] = Source(self.weight[place], (total, inputs), span)
+        before = dict.fromkeys(names, 0)
+        sizes = {
+            name: sum(size for its, (size, _) in zip(names, self._parts, strict=True) if its == name) for name in names
+        }
+        for name, (size, span) in zip(names, self._parts, strict=True):
+            place, rows = slice(first, first + span.size), span.moved(before[name])
+            sources = {"weight": Source(self.weight[place], (sizes[name], inputs), rows)}
             if self.bias is not None:
-                found[f"{name}.bias"] = Source(self.bias[place], (total,), span)
+                sources["bias"] = Source(self.bias[place], (sizes[name],), rows)
+            for kind, source in sources.items():
+                key, known = f"{name}.{kind}", found.get(f"{name}.{kind}")
+                found[key] = source if known is None else replace(known, others=(*known.others, source))
             first += span.size
+            before[name] += size
         return found
 
 
@@ -50,8 +59,17 @@ class RowParallelLinear:
         self.weight = build.parameter(outputs, share.size)
         self.bias = build.parameter(outputs) if bias else None
 
-    def __call__(self, x: Tensor, hidden: Hidden) -> None:
-        """Add the product of x [tokens, this rank's inputs] to the hidden state, the same on every rank."""
+    def __call__(self, x: Tensor, hidden: Hidden, norm: Norm | None = None) -> None:
+        """Add the product of x [tokens, this rank's inputs], normalised if there is a norm, to the hidden state.
+
+        That is the same on every rank.
+        """
+        if norm is not None:
+            product = self._group.all_reduce(
+                self._ops.linear(x, self.weight, self.bias if self._group.rank == 0 else None)
+            )
+            self._ops.add_normed(hidden, product, norm)
+            return
         if self._group.rank == 0:
             self._ops.add_linear(hidden, x, self.weight, self.bias)
         else:  # the sum must hold bias and hidden state once

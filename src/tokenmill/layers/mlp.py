@@ -20,21 +20,22 @@ class MLPNames:
 
 
 class GatedMLP:
-    """down(silu(gate(x)) * up(x)) (Shazeer 2020); each rank has some of the inner dimensions."""
+    """down(activation(gate(x)) * up(x)) (Shazeer 2020); each rank has some of the inner dimensions."""
 
     def __init__(self, build: Build) -> None:
         spec, group = build.spec, build.group
         inner = spec.intermediate_size
         share = split_evenly(inner, group.rank, group.size, "intermediate dimensions")
         parts = ((inner, share), (inner, share))
-        self._ops = build.ops
+        self._ops, self._activation = build.ops, spec.activation
         self._gate_up = ColumnParallelLinear(build, spec.hidden_size, parts, bias=spec.mlp_bias)
         self._down = RowParallelLinear(build, inner, share, spec.hidden_size, bias=spec.mlp_bias)
 
-    def __call__(self, hidden: Hidden, norm: Norm) -> None:
-        """Add the output for the normalised hidden state to it."""
+    def __call__(self, hidden: Hidden, norms: tuple[Norm | None, Norm | None]) -> None:
+        """Add the output for the hidden state to it; `norms` are those of input and output, where there are any."""
         joined = self._gate_up
-        self._down(self._ops.gated_linear(hidden, joined.weight, joined.bias, norm=norm), hidden)
+        gated = self._ops.gated_linear(hidden, joined.weight, joined.bias, norm=norms[0], activation=self._activation)
+        self._down(gated, hidden, norms[1])
 
     def sources(self, names: MLPNames) -> Sources:
         """Where the projections' tensors go."""

@@ -43,8 +43,10 @@ class MixtureOfExperts:
         )
         self._shared = SharedExpert(build, spec) if spec.shared_size else None
 
-    def __call__(self, hidden: Hidden, norm: Norm) -> None:
-        """Add the output for the normalised hidden state to it."""
+    def __call__(self, hidden: Hidden, norms: tuple[Norm | None, Norm | None]) -> None:
+        """Add the output for the hidden state to it, normalised by the first of `norms`."""
+        norm, _ = norms
+        assert norm is not None
         x = self._ops.normed(hidden, norm)
         inner = None if self._shared is None else self._shared.inner(hidden, norm)
         if self._group.rank:  # the sum must hold the hidden state once

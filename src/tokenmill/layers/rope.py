@@ -1,7 +1,7 @@
 """Rotary position embedding: frequencies by kind, and the angles of a step.
 
-The kinds: default (Su et al. 2021), linear (Chen et al. 2023, position interpolation), yarn (Peng et al. 2023) and
-llama3 (Llama 3.1's reference code); constants and rounding follow transformers.
+The kinds: default (Su et al. 2021), linear (Chen et al. 2023, position interpolation), yarn (Peng et al. 2023),
+longrope (Ding et al. 2024) and llama3 (Llama 3.1's reference code); constants and rounding follow transformers.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from tokenmill.spec import ModelSpec, RopeSpec
 
 
 class RotaryEmbedding:
-    """The rotation angles of positions; any position can be asked for, nothing is tabulated."""
+    """The rotation angles of positions, all zero without `rope`; nothing is tabulated."""
 
-    def __init__(self, spec: ModelSpec, ops: Ops, device: torch.device) -> None:
-        rope = spec.rope
-        self._ops = ops
-        self._frequencies = rope_frequencies(rope, rope.rotary_dim or spec.head_dim, spec.max_position).to(device)
-        self._factor = attention_factor(rope)
+    def __init__(self, rope: RopeSpec | None, spec: ModelSpec, ops: Ops, device: torch.device) -> None:
+        self._ops, self._factor = ops, 1.0 if rope is None else attention_factor(rope)
+        still = torch.zeros(spec.head_dim // 2)
+        self._frequencies = (still if rope is None else _frequencies_of(rope, spec)).to(device)
 
     def rotation(self, positions: Tensor) -> Rotation:
         """The angles of positions [tokens]."""
@@ -41,17 +40,27 @@ def rope_frequencies(rope: RopeSpec, rotary_dim: int, max_position: int) -> Tens
     elif rope.kind == "yarn":
         kept = 1 - _yarn_ramp(rope, rotary_dim, original)  # share of each frequency that is not interpolated
         frequencies = 1.0 / (rope.factor * powers) * (1 - kept) + frequencies * kept
-    if rope.frequency_factors is not None:
-        frequencies = frequencies / torch.tensor(rope.frequency_factors, dtype=torch.float32)
+    factors = rope.frequency_factors
+    if rope.kind == "longrope" and max_position > original:
+        factors = rope.long_factors
+    if factors is not None:
+        frequencies = frequencies / torch.tensor(factors, dtype=torch.float32)
     return frequencies
 
 
+def _frequencies_of(rope: RopeSpec, spec: ModelSpec) -> Tensor:
+    return rope_frequencies(rope, rope.rotary_dim or spec.head_dim, spec.max_position)
+
+
 def attention_factor(rope: RopeSpec) -> float:
-    """What cosines and sines are multiplied by (1 except for yarn)."""
-    if rope.kind != "yarn":
+    """What cosines and sines are multiplied by (1 except for yarn and longrope)."""
+    if rope.kind not in ("yarn", "longrope"):
         return 1.0
     if rope.attention_factor is not None:
         return rope.attention_factor
+    if rope.kind == "longrope":
+        length = rope.original_max_position or 1
+        return math.sqrt(1 + math.log(rope.factor) / math.log(length)) if rope.factor > 1 < length else 1.0
     if rope.mscale and rope.mscale_all_dim:
         return _mscale(rope.factor, rope.mscale) / _mscale(rope.factor, rope.mscale_all_dim)
     return _mscale(rope.factor, 1.0)

@@ -15,7 +15,7 @@ class VocabularyMatrix:
 
     def __init__(self, build: Build) -> None:
         spec, group = build.spec, build.group
-        self._ops, self._group, self._vocab_size = build.ops, group, spec.vocab_size
+        self._ops, self._group, self._vocab_size, self._cap = build.ops, group, spec.vocab_size, spec.logits_cap
         self._tokens, rows = split_vocabulary(spec.vocab_size, group.rank, group.size)
         self.weight = build.parameter(rows, spec.hidden_size)
         self.weight[self._tokens.size :] = 0  # padding, which no checkpoint fills
@@ -31,7 +31,8 @@ class VocabularyMatrix:
     def logits(self, hidden: Hidden, norm: Norm) -> Tensor:
         """The hidden state of sampled tokens, normalised first, to all logits [sampled, vocab] on every rank."""
         logits = self._group.all_gather(self._ops.normed_linear(hidden, self.weight, norm=norm))
-        return logits[:, : self._vocab_size]
+        logits = logits[:, : self._vocab_size]
+        return logits.div_(self._cap).tanh_().mul_(self._cap) if self._cap else logits
 
     def sources(self, name: str) -> Sources:
         """Where the tensor called `name` goes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -24,13 +24,13 @@ class CausalLM(Protocol):
     def num_kv_heads(self) -> int:
         """K/V heads of this rank: what its `KVCache` must have."""
 
-    def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
+    def forward(self, batch: ForwardBatch, kv: Sequence[KVCache]) -> Tensor:
         """Compute a step's tokens, and the logits [sampled, vocab] of those that draw, in the model's type.
 
-        Writes the tokens' K and V to `kv`. Call it in inference mode.
+        Writes the tokens' K and V to `kv`, a cache for each of the spec's kinds. Call it in inference mode.
         """
 
-    def hidden(self, batch: ForwardBatch, kv: KVCache) -> Hidden:
+    def hidden(self, batch: ForwardBatch, kv: Sequence[KVCache]) -> Hidden:
         """The first part of `forward`: the hidden state of the tokens that draw."""
 
     def final_states(self, hidden: Hidden) -> Tensor:

@@ -1,9 +1,11 @@
-"""The decoder that most open models share: norm, attention, norm, gated MLP, with residuals around."""
+"""The decoder that most open models share: attention and gated MLP, with norms and residuals around."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from tokenmill.attention.base import KVCache
@@ -15,24 +17,64 @@ from tokenmill.layers.moe import ExpertNames, MixtureOfExperts
 from tokenmill.layers.norm import RMSNorm
 from tokenmill.layers.rope import RotaryEmbedding
 from tokenmill.layers.vocabulary import VocabularyMatrix
-from tokenmill.ops.api import Hidden
+from tokenmill.ops.api import Hidden, Rotation
 from tokenmill.parallel.shard import split_kv_heads
-from tokenmill.spec import ModelSpec
+from tokenmill.spec import ModelSpec, RopeSpec
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderNames:
-    """What a family's checkpoints call their tensors; those of a layer stand below `layer` and its number."""
+    """A family: what its checkpoints call their tensors, those of a layer below `layer` and its number; and its flow.
+
+    A norm without a name is not there. Out norms stand between attention or MLP and the residual. With
+    `scales_embedding` token vectors are multiplied by the root of their length; `whole_qk_norms`: see `Attention`.
+    """
 
     embedding: str
     layer: str
-    attention_norm: str
     attention: AttentionNames
-    mlp_norm: str
     mlp: MLPNames
     final_norm: str
     output: str
     experts: ExpertNames
+    attention_norm: str = ""
+    attention_out_norm: str = ""
+    mlp_norm: str = ""
+    mlp_out_norm: str = ""
+    scales_embedding: bool = False
+    whole_qk_norms: bool = False
+
+
+class Layer:
+    """One layer of a decoder; `rope` is the number of its rotation."""
+
+    def __init__(self, build: Build, names: DecoderNames, number: int, rope: int) -> None:
+        self._names, self._rope = names, rope
+        self._norms = [
+            RMSNorm(build, build.spec.hidden_size) if name else None
+            for name in (names.attention_norm, names.attention_out_norm, names.mlp_norm, names.mlp_out_norm)
+        ]
+        before, after, mlp_before, mlp_after = (None if norm is None else norm.norm for norm in self._norms)
+        self._attention_norms, self._mlp_norms = (before, after), (mlp_before, mlp_after)
+        self._attention = Attention(build, number, whole_norms=names.whole_qk_norms)
+        experts = build.spec.experts_of(number)
+        self._mlp = MixtureOfExperts(build, experts) if experts else GatedMLP(build)
+
+    def __call__(
+        self, hidden: Hidden, rotations: Sequence[Rotation], batch: ForwardBatch, kv: Sequence[KVCache]
+    ) -> None:
+        """Bring the hidden state from before the layer to behind it."""
+        self._attention(hidden, self._attention_norms, rotations[self._rope], batch, kv)
+        self._mlp(hidden, self._mlp_norms)
+
+    def sources(self) -> Sources:
+        """Where the layer's tensors go."""
+        names, found = self._names, dict[str, Source]()
+        norms = names.attention_norm, names.attention_out_norm, names.mlp_norm, names.mlp_out_norm
+        for name, norm in zip(norms, self._norms, strict=True):
+            found |= {} if norm is None else norm.sources(name)
+        mlp = self._mlp.sources(names.mlp) if isinstance(self._mlp, GatedMLP) else self._mlp.sources(names.experts)
+        return {**found, **self._attention.sources(names.attention), **mlp}
 
 
 class Decoder:
@@ -44,12 +86,12 @@ class Decoder:
         self._num_kv_heads = split_kv_heads(spec.num_heads, spec.num_kv_heads, group.rank, group.size).size
         self._embedding = VocabularyMatrix(build)
         self._output = self._embedding if spec.tie_embeddings else VocabularyMatrix(build)
-        self._rope = RotaryEmbedding(spec, build.ops, build.device)
-        self._attentions = [Attention(build, layer) for layer in range(spec.num_layers)]
-        each = map(spec.experts_of, range(spec.num_layers))
-        self._mlps = [MixtureOfExperts(build, experts) if experts else GatedMLP(build) for experts in each]
-        self._attention_norms = [RMSNorm(build, spec.hidden_size) for _ in range(spec.num_layers)]
-        self._mlp_norms = [RMSNorm(build, spec.hidden_size) for _ in range(spec.num_layers)]
+        # As checkpoints were trained: the factor is rounded to the type of the vectors.
+        self._scale = torch.tensor(spec.hidden_size**0.5, dtype=build.dtype).item() if names.scales_embedding else 1.0
+        ropes = [_rope_of(spec, layer) for layer in range(spec.num_layers)]
+        kinds = list(dict.fromkeys(ropes))
+        self._ropes = [RotaryEmbedding(rope, spec, build.ops, build.device) for rope in kinds]
+        self._layers = [Layer(build, names, layer, kinds.index(rope)) for layer, rope in enumerate(ropes)]
         self._final_norm = RMSNorm(build, spec.hidden_size)
 
     @property
@@ -62,19 +104,18 @@ class Decoder:
         """K/V heads of this rank."""
         return self._num_kv_heads
 
-    def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
+    def forward(self, batch: ForwardBatch, kv: Sequence[KVCache]) -> Tensor:
         """See `CausalLM.forward`."""
         return self.logits(self.hidden(batch, kv))
 
-    def hidden(self, batch: ForwardBatch, kv: KVCache) -> Hidden:
+    def hidden(self, batch: ForwardBatch, kv: Sequence[KVCache]) -> Hidden:
         """See `CausalLM.hidden`."""
-        rotation = self._rope.rotation(batch.positions)
+        rotations = [rope.rotation(batch.positions) for rope in self._ropes]
         hidden = Hidden(self._embedding.embed(batch.input_ids))
-        for attention_norm, attention, mlp_norm, mlp in zip(
-            self._attention_norms, self._attentions, self._mlp_norms, self._mlps, strict=True
-        ):
-            attention(hidden, attention_norm.norm, rotation, batch, kv)
-            mlp(hidden, mlp_norm.norm)
+        if self._scale != 1.0:
+            hidden.value *= self._scale
+        for layer in self._layers:
+            layer(hidden, rotations, batch, kv)
         if batch.logits_indices is not None:
             return Hidden(self._ops.settle(hidden).index_select(0, batch.logits_indices))
         return hidden
@@ -93,13 +134,12 @@ class Decoder:
         found = {**self._embedding.sources(names.embedding), **self._final_norm.sources(names.final_norm)}
         if not self._spec.tie_embeddings:
             found |= self._output.sources(names.output)
-        for layer in range(self._spec.num_layers):
-            mlp = self._mlps[layer]
-            own: dict[str, Source] = {
-                **self._attention_norms[layer].sources(names.attention_norm),
-                **self._attentions[layer].sources(names.attention),
-                **self._mlp_norms[layer].sources(names.mlp_norm),
-                **(mlp.sources(names.mlp) if isinstance(mlp, GatedMLP) else mlp.sources(names.experts)),
-            }
-            found |= {f"{names.layer}.{layer}.{name}": source for name, source in own.items()}
+        for number, layer in enumerate(self._layers):
+            found |= {f"{names.layer}.{number}.{name}": source for name, source in layer.sources().items()}
         return found
+
+
+def _rope_of(spec: ModelSpec, layer: int) -> RopeSpec | None:
+    if layer in spec.unrotated_layers:
+        return None
+    return spec.local_rope or spec.rope if layer in spec.window_layers else spec.rope

@@ -25,6 +25,34 @@ LLAMA = DecoderNames(
 MIXTRAL = replace(
     LLAMA, experts=ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", MLPNames("w1", "w3", "w2"))
 )
+PHI3 = replace(
+    LLAMA,
+    attention=AttentionNames("self_attn.qkv_proj", "self_attn.qkv_proj", "self_attn.qkv_proj", "self_attn.o_proj"),
+    mlp=MLPNames("mlp.gate_up_proj", "mlp.gate_up_proj", "mlp.down_proj"),
+)
+OLMO2 = replace(
+    LLAMA,
+    attention_norm="",
+    attention_out_norm="post_attention_layernorm",
+    mlp_norm="",
+    mlp_out_norm="post_feedforward_layernorm",
+    whole_qk_norms=True,
+)
+GEMMA2 = replace(
+    LLAMA,
+    attention_out_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_out_norm="post_feedforward_layernorm",
+    scales_embedding=True,
+)
 FAMILIES: Mapping[str, DecoderNames] = MappingProxyType(
-    {"llama": LLAMA, "qwen3": LLAMA, "qwen3_moe": LLAMA, "mixtral": MIXTRAL}
+    {
+        **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3"), LLAMA),
+        "qwen3_moe": LLAMA,
+        "mixtral": MIXTRAL,
+        "phi3": PHI3,
+        "olmo2": OLMO2,
+        "gemma2": GEMMA2,
+        "gemma3": GEMMA2,
+    }
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -32,7 +32,7 @@ def load_model(
     *,
     dtype: torch.dtype,
     group: Group,
-    attention: AttentionBackend,
+    attention: Sequence[AttentionBackend],
     ops: Ops | None = None,
     device: torch.device | None = None,
 ) -> CausalLM:
@@ -65,7 +65,7 @@ def random_model(
     *,
     dtype: torch.dtype,
     group: Group,
-    attention: AttentionBackend,
+    attention: Sequence[AttentionBackend],
     ops: Ops | None = None,
     device: torch.device | None = None,
     seed: int = 0,
@@ -83,7 +83,8 @@ def random_model(
             source.target.fill_(1)
         else:
             bound = math.sqrt(3 / source.shape[-1])  # standard deviation 1 / sqrt(inputs)
-            source.target.uniform_(-bound, bound, generator=generator)
+            for its in (source, *source.others):
+                its.target.uniform_(-bound, bound, generator=generator)
     return model
 
 
@@ -91,7 +92,7 @@ def build_model(
     spec: ModelSpec,
     dtype: torch.dtype,
     group: Group,
-    attention: AttentionBackend,
+    attention: Sequence[AttentionBackend],
     ops: Ops | None,
     device: torch.device | None,
 ) -> tuple[CausalLM, Sources]:
@@ -139,12 +140,13 @@ def _fill(sources: Sources, checkpoint: WeightSource, *, is_pinned: bool) -> Non
                 end = min(at + block, stop)
                 rows = checkpoint.read(name, at, end, is_pinned=is_pinned and columns is None)
                 part = rows if columns is None else rows[:, columns.start : columns.stop]
-                source.target[at - first : end - first].copy_(part)
+                source.target[at - first : end - first].copy_(part + source.offset if source.offset else part)
 
     tasks = [
         (name, source, start, min(start + step, source.rows.stop))
         for name in checkpoint.shapes  # in the order of the files
-        if (source := sources.get(name)) is not None and (step := TASK_BLOCKS * _block_rows(source))
+        if (known := sources.get(name)) is not None and (step := TASK_BLOCKS * _block_rows(known))
+        for source in (known, *known.others)
         for start in range(source.rows.start, source.rows.stop, step)
     ]
     readers = min(READERS, os.cpu_count() or 1)

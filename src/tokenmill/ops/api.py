@@ -7,6 +7,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from tokenmill.spec import Activation
+
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
@@ -59,19 +61,19 @@ class Ops(Protocol):
     has_pdl: bool  # whether kernels may start before the one before has ended
 
     def stage_tokens(
-        self, columns: Tensor, updates: Tensor, last_tokens: Tensor, page_table: Tensor, page_size: int
+        self, columns: Tensor, updates: Tensor, last_tokens: Tensor, page_tables: Tensor, page_size: int
     ) -> tuple[Tensor, Tensor]:
         """Enter page updates, then find what the tokens are and where their K and V go.
 
         Args:
             columns: [3, tokens] int32: ids, or below 0 for the last token of the slot; positions; slots.
-            updates: [updates, 3] int32: slot, index and page. One entry's updates all name the same page.
+            updates: [updates, 3] int32: kind * slots + slot, index, page. One entry's updates all name the same page.
             last_tokens: [slots] integers.
-            page_table: [slots, pages] integers; written.
+            page_tables: [kinds, slots, pages] integers; written.
             page_size: tokens a page.
 
         Returns:
-            ids [tokens] and places in the K/V pool [tokens], integers.
+            ids [tokens] and places in each kind's K/V pool [kinds, tokens], integers.
         """
 
     def rotation(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
@@ -83,11 +85,25 @@ class Ops(Protocol):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply x [tokens, in] by weight [out, in] transposed, add bias [out]: [tokens, out]."""
 
-    def normed_linear(self, hidden: Hidden, weight: Tensor, bias: Tensor | None = None, *, norm: Norm) -> Tensor:
-        """`linear` of the normalised hidden state, which is settled in passing."""
+    def normed_linear(self, hidden: Hidden, weight: Tensor, bias: Tensor | None = None, *, norm: Norm | None) -> Tensor:
+        """`linear` of the hidden state, which is settled in passing, normalised first if there is a norm."""
 
-    def gated_linear(self, hidden: Hidden, weight: Tensor, bias: Tensor | None = None, *, norm: Norm) -> Tensor:
-        """silu(gate) * up, where [tokens, 2 * out] = (gate, up) = normed_linear(hidden, weight, bias, norm=norm)."""
+    def gated_linear(
+        self,
+        hidden: Hidden,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        norm: Norm | None,
+        activation: Activation = "silu",
+    ) -> Tensor:
+        """activation(gate) * up, where [tokens, 2 * out] = (gate, up) = normed_linear(hidden, weight, bias, norm=norm).
+
+        gelu_tanh is GELU's approximation by tanh (Hendrycks and Gimpel 2016).
+        """
+
+    def add_normed(self, hidden: Hidden, x: Tensor, norm: Norm) -> None:
+        """Add x [tokens, hidden], normalised, to the hidden state, whose value may be overwritten."""
 
     def add_linear(self, hidden: Hidden, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
         """Add `linear(x, weight, bias)` to the hidden state, whose value may be overwritten."""

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokenmill.ops.api import Experts, HeadNorms, Hidden, Norm, Rotation
+from tokenmill.spec import Activation
 
 
 class ReferenceOps:
@@ -16,13 +17,13 @@ class ReferenceOps:
     has_pdl = False
 
     def stage_tokens(
-        self, columns: Tensor, updates: Tensor, last_tokens: Tensor, page_table: Tensor, page_size: int
+        self, columns: Tensor, updates: Tensor, last_tokens: Tensor, page_tables: Tensor, page_size: int
     ) -> tuple[Tensor, Tensor]:
         """See `Ops.stage_tokens`."""
-        page_table[updates[:, 0], updates[:, 1]] = updates[:, 2].to(page_table.dtype)
+        page_tables.flatten(0, 1)[updates[:, 0], updates[:, 1]] = updates[:, 2].to(page_tables.dtype)
         tokens, positions, slots = columns
         input_ids = torch.where(tokens < 0, last_tokens[slots], tokens)
-        return input_ids, kv_slots_of(slots, positions, page_table, page_size)
+        return input_ids, torch.stack([kv_slots_of(slots, positions, table, page_size) for table in page_tables])
 
     def rotation(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
         """See `Ops.rotation`."""
@@ -34,14 +35,27 @@ class ReferenceOps:
         """See `Ops.linear`."""
         return F.linear(x, weight, bias)
 
-    def normed_linear(self, hidden: Hidden, weight: Tensor, bias: Tensor | None = None, *, norm: Norm) -> Tensor:
+    def normed_linear(self, hidden: Hidden, weight: Tensor, bias: Tensor | None = None, *, norm: Norm | None) -> Tensor:
         """See `Ops.normed_linear`."""
-        return F.linear(self.normed(hidden, norm), weight, bias)
+        value = self.settle(hidden)
+        return F.linear(value if norm is None else self.rms_norm(value, norm), weight, bias)
 
-    def gated_linear(self, hidden: Hidden, weight: Tensor, bias: Tensor | None = None, *, norm: Norm) -> Tensor:
+    def gated_linear(
+        self,
+        hidden: Hidden,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        norm: Norm | None,
+        activation: Activation = "silu",
+    ) -> Tensor:
         """See `Ops.gated_linear`."""
         gate, up = self.normed_linear(hidden, weight, bias, norm=norm).chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+    def add_normed(self, hidden: Hidden, x: Tensor, norm: Norm) -> None:
+        """See `Ops.add_normed`."""
+        hidden.value = self.rms_norm(x, norm).add_(self.settle(hidden))
 
     def add_linear(self, hidden: Hidden, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
         """See `Ops.add_linear`."""

@@ -19,6 +19,10 @@ class Span:
         """How many it holds."""
         return self.stop - self.start
 
+    def moved(self, by: int) -> Span:
+        """The same number of them, `by` further on."""
+        return Span(self.start + by, self.stop + by)
+
     def scaled(self, unit: int) -> Span:
         """The same range counted in parts of a `unit`-th."""
         return Span(self.start * unit, self.stop * unit)

@@ -47,6 +47,13 @@ class Fields:
         """A number, or None when absent. Raises ModelUnreadable: something else."""
         return self.number(name) if self.has(name) else None
 
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """A list of numbers. Raises ModelUnreadable: absent, or something else."""
+        given = self.values.get(name)
+        if not isinstance(given, list) or not given:
+            raise ModelUnreadable(f"{self.where}: {name} must be a list of numbers, not {given!r}")
+        return tuple(Fields(self.where, {name: each}).number(name) for each in given)
+
     def flag(self, name: str, default: bool = False) -> bool:
         """True or false. Raises ModelUnreadable: something else."""
         value = self.values.get(name)

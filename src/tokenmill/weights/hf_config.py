@@ -3,21 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from tokenmill.errors import ModelUnreadable
-from tokenmill.spec import ExpertsSpec, ModelSpec, RopeKind, RopeSpec
+from tokenmill.spec import Activation, ExpertsSpec, ModelSpec, RopeKind, RopeSpec
 from tokenmill.weights.fields import Fields
 
-ARCHITECTURES: Mapping[str, str] = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "llama",
-    "SmolLMForCausalLM": "llama",
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-    "MixtralForCausalLM": "mixtral",
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A family, and what its config.json files leave to the architecture: values where they are absent.
+
+    `has_windows` tells that sliding_window counts. Which layers have one is told by layer_types; or those without rope
+    have; or all but each sliding_window_pattern-th, or those from max_window_layers on.
+    """
+
+    family: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    has_windows: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    is_gemma: bool = False
+
+
+GEMMA = {"tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256}
+GEMMA |= {"sliding_window": 4096, "head_dim": 256}
+GEMMA2 = GEMMA | {"sliding_window_pattern": 2, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+GEMMA3 = GEMMA | {"sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
+QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+SMOLLM3 = {"use_sliding_window": False, "no_rope_layer_interval": 4, "rope_theta": 2e6, "tie_word_embeddings": True}
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "LlamaForCausalLM": Architecture("llama"),
+    "SmolLMForCausalLM": Architecture("llama"),
+    "MistralForCausalLM": Architecture("mistral", {"sliding_window": 4096}, has_windows=True),
+    "Qwen2ForCausalLM": Architecture("qwen2", QWEN, has_windows=True, qkv_bias=True),
+    "Qwen3ForCausalLM": Architecture("qwen3", QWEN, has_windows=True, qk_norm=True),
+    "Qwen3MoeForCausalLM": Architecture("qwen3_moe", {"use_sliding_window": False}, has_windows=True, qk_norm=True),
+    "MixtralForCausalLM": Architecture("mixtral", has_windows=True),
+    "Phi3ForCausalLM": Architecture("phi3", has_windows=True),
+    "Olmo2ForCausalLM": Architecture("olmo2", qk_norm=True),
+    "SmolLM3ForCausalLM": Architecture("smollm3", SMOLLM3, has_windows=True),
+    "Gemma2ForCausalLM": Architecture("gemma2", GEMMA2, has_windows=True, is_gemma=True),
+    "Gemma3ForCausalLM": Architecture("gemma3", GEMMA3, has_windows=True, qk_norm=True, is_gemma=True),
+}
+ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
 }
 EXPERT_FAMILIES = ("qwen3_moe", "mixtral")
+ROPE_ALIASES = {"su": "longrope"}
+FULL, SLIDING = "full_attention", "sliding_attention"
 MOST_POSITIONS = 2**31 - 1
 
 
@@ -26,11 +64,14 @@ def spec_from_config(config: Mapping[str, Any], where: str) -> ModelSpec:
 
     Raises ModelUnreadable: unknown architecture, something unsupported, values missing or impossible.
     """
-    fields = Fields(where, config)
-    family = _family(config, where)
-    activation = config.get("hidden_act") or "silu"
-    if activation not in ("silu", "swish"):
-        raise ModelUnreadable(f"{where}: activation {activation!r} is not supported; known: silu")
+    architecture = _architecture(config, where)
+    fields = Fields(where, {**architecture.defaults, **config})
+    config = fields.values
+    activation = config.get("hidden_activation") or config.get("hidden_act") or "silu"
+    if activation not in ACTIVATIONS:
+        raise ModelUnreadable(f"{where}: activation {activation!r} is not supported; known: {', '.join(ACTIVATIONS)}")
+    if fields.flag("use_bidirectional_attention"):
+        raise ModelUnreadable(f"{where}: use_bidirectional_attention is not supported: attention here is causal")
     if fields.has("quantization_config"):
         given = config["quantization_config"]
         method = given.get("quant_method", "unknown") if isinstance(given, Mapping) else given
@@ -40,14 +81,13 @@ def spec_from_config(config: Mapping[str, Any], where: str) -> ModelSpec:
     heads, hidden = fields.whole("num_attention_heads"), fields.whole("hidden_size")
     head_dim = fields.whole("head_dim", max(1, hidden // heads))
     max_position = fields.whole("max_position_embeddings", 2048, most=MOST_POSITIONS)
-    rope = _rope(fields, head_dim, max_position)
-    # Within the window, attention is the same as without one.
-    if fields.has("sliding_window") and fields.flag("use_sliding_window", True):
-        max_position = min(max_position, fields.whole("sliding_window", most=MOST_POSITIONS))
+    rope, local_rope = _ropes(fields, head_dim, max_position)
+    window, window_layers = _windows(fields, max_position) if architecture.has_windows else (0, ())
     attention_bias = fields.flag("attention_bias")
+    scalar = fields.optional("query_pre_attn_scalar")
     return check_spec(
         ModelSpec(
-            family=family,
+            family=architecture.family,
             vocab_size=fields.whole("vocab_size"),
             hidden_size=hidden,
             intermediate_size=fields.whole("intermediate_size"),
@@ -59,11 +99,20 @@ def spec_from_config(config: Mapping[str, Any], where: str) -> ModelSpec:
             norm_eps=fields.number("rms_norm_eps", 1e-6),
             rope=rope,
             tie_embeddings=fields.flag("tie_word_embeddings"),
-            attention_bias=attention_bias,
+            attention_bias=attention_bias or architecture.qkv_bias,
             attention_output_bias=attention_bias,
-            qk_norm=family in ("qwen3", "qwen3_moe"),
+            qk_norm=architecture.qk_norm,
             mlp_bias=fields.flag("mlp_bias"),
-            experts=_experts(fields, family) if family in EXPERT_FAMILIES else None,
+            activation=ACTIVATIONS[activation],
+            window=window,
+            window_layers=window_layers,
+            local_rope=None if local_rope == rope else local_rope,
+            unrotated_layers=_unrotated(fields),
+            attention_scale=None if scalar is None else max(scalar, 1e-6) ** -0.5,
+            attention_cap=fields.number("attn_logit_softcapping", 0.0),
+            logits_cap=fields.number("final_logit_softcapping", 0.0),
+            norm_offset=float(architecture.is_gemma),
+            experts=_experts(fields, architecture.family) if architecture.family in EXPERT_FAMILIES else None,
         ),
         where,
     )
@@ -73,29 +122,30 @@ def check_spec(spec: ModelSpec, where: str) -> ModelSpec:
     """`spec`, when its numbers go together. Raises ModelUnreadable: they do not."""
     if spec.num_heads % spec.num_kv_heads:
         raise ModelUnreadable(f"{where}: {spec.num_heads} heads cannot share {spec.num_kv_heads} K/V heads evenly")
-    rotary_dim = spec.rope.rotary_dim or spec.head_dim
-    if rotary_dim % 2 or rotary_dim > spec.head_dim:
-        raise ModelUnreadable(f"{where}: {rotary_dim} rotary dimensions do not fit heads of {spec.head_dim}")
-    if spec.rope.theta <= 1 or spec.rope.factor <= 0:
-        raise ModelUnreadable(f"{where}: rope base {spec.rope.theta} with factor {spec.rope.factor} cannot work")
+    for rope in (spec.rope, spec.local_rope or spec.rope):
+        rotary_dim = rope.rotary_dim or spec.head_dim
+        if rotary_dim % 2 or rotary_dim > spec.head_dim:
+            raise ModelUnreadable(f"{where}: {rotary_dim} rotary dimensions do not fit heads of {spec.head_dim}")
+        if rope.theta <= 1 or rope.factor <= 0:
+            raise ModelUnreadable(f"{where}: rope base {rope.theta} with factor {rope.factor} cannot work")
+        for factors in (rope.frequency_factors, rope.long_factors):
+            if factors is not None and (len(factors) != rotary_dim // 2 or min(factors) <= 0):
+                raise ModelUnreadable(f"{where}: {len(factors)} rope factors for {rotary_dim // 2} pairs of dimensions")
     if spec.experts is not None and spec.experts.num_chosen > spec.experts.num_experts:
         chosen, there_are = spec.experts.num_chosen, spec.experts.num_experts
         raise ModelUnreadable(f"{where}: a token cannot have {chosen} experts of {there_are}")
-    factors = spec.rope.frequency_factors
-    if factors is not None and (len(factors) != rotary_dim // 2 or min(factors) <= 0):
-        raise ModelUnreadable(f"{where}: {len(factors)} rope factors for {rotary_dim // 2} pairs of dimensions")
     return spec
 
 
-def _family(config: Mapping[str, Any], where: str) -> str:
+def _architecture(config: Mapping[str, Any], where: str) -> Architecture:
     given = config.get("architectures")
     architecture = given[0] if isinstance(given, list) and given else given
     name = str(architecture)
-    family = ARCHITECTURES.get(name if not name.endswith("Model") else f"{name.removesuffix('Model')}ForCausalLM")
-    if family is None:
+    name = f"{name.removesuffix('Model')}ForCausalLM" if name.endswith("Model") else name
+    if name not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise ModelUnreadable(f"{where}: architecture {architecture} is not supported; known: {known}")
-    return family
+    return ARCHITECTURES[name]
 
 
 def _experts(fields: Fields, family: str) -> ExpertsSpec:
@@ -114,28 +164,73 @@ def _experts(fields: Fields, family: str) -> ExpertsSpec:
     )
 
 
-def _rope(fields: Fields, head_dim: int, max_position: int) -> RopeSpec:
-    given = fields.values.get("rope_parameters") or fields.values.get("rope_scaling") or {}
+def _windows(fields: Fields, max_position: int) -> tuple[int, tuple[int, ...]]:
+    """The window, and the layers that have it; none has one that is as long as the context."""
+    if not fields.has("sliding_window") or not fields.flag("use_sliding_window", True):
+        return 0, ()
+    window, layers = fields.whole("sliding_window", most=MOST_POSITIONS), range(fields.whole("num_hidden_layers"))
+    kinds = fields.values.get("layer_types")
+    if kinds is None:
+        pattern = fields.whole("sliding_window_pattern", 0, least=0)
+        first = fields.whole("max_window_layers", 0, least=0)
+        windowed = _unrotated(fields) or [
+            its for its in layers if its >= first and (not pattern or (its + 1) % pattern)
+        ]
+        kinds = [SLIDING if layer in windowed else FULL for layer in layers]
+    if not isinstance(kinds, list) or len(kinds) != len(layers) or not {SLIDING, FULL}.issuperset(map(str, kinds)):
+        raise ModelUnreadable(
+            f"{fields.where}: layer_types must be {FULL} or {SLIDING} for each of {len(layers)} layers"
+        )
+    windowed = [layer for layer in layers if kinds[layer] == SLIDING]
+    return (window, tuple(windowed)) if windowed and window < max_position else (0, ())
+
+
+def _unrotated(fields: Fields) -> tuple[int, ...]:
+    """Layers without rope: those of zero in no_rope_layers, or each no_rope_layer_interval-th."""
+    layers, given = range(fields.whole("num_hidden_layers")), fields.values.get("no_rope_layers")
+    if given is None:
+        interval = fields.whole("no_rope_layer_interval", 0, least=0)
+        return tuple(layer for layer in layers if interval and (layer + 1) % interval == 0)
+    if not isinstance(given, list) or len(given) < len(layers):
+        raise ModelUnreadable(f"{fields.where}: no_rope_layers must have a number for each of {len(layers)} layers")
+    return tuple(layer for layer in layers if not given[layer])
+
+
+def _ropes(fields: Fields, head_dim: int, max_position: int) -> tuple[RopeSpec, RopeSpec | None]:
+    """The rope, and that of layers with a window where the settings tell them apart."""
+    values = fields.values
+    given = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    if isinstance(given, Mapping) and given and set(given) <= {FULL, SLIDING}:
+        return (
+            _rope(fields, given.get(FULL) or {}, head_dim, max_position),
+            _rope(fields, given.get(SLIDING) or {}, head_dim, max_position, fields.optional("rope_local_base_freq")),
+        )
+    rope, theta = _rope(fields, given, head_dim, max_position), fields.optional("rope_local_base_freq")
+    return rope, None if theta is None else _rope(fields, {}, head_dim, max_position, theta)
+
+
+def _rope(fields: Fields, given: Any, head_dim: int, max_position: int, theta: float | None = None) -> RopeSpec:
     if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
         raise ModelUnreadable(f"{fields.where}: rope settings of an unknown form: {given!r}")
     rope = Fields(f"{fields.where}, rope settings", given)
     kind = given.get("rope_type") or given.get("type") or "default"
+    kind = ROPE_ALIASES.get(kind, kind)
     kinds: tuple[RopeKind, ...] = get_args(RopeKind)
     if kind not in kinds:
         raise ModelUnreadable(f"{rope.where}: kind {kind!r} is not supported; known: {', '.join(kinds)}")
     share = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
-    theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
+    theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0) if theta is None else theta)
     rotary_dim = None if share == 1.0 else int(head_dim * share)
     if kind == "default":
         return RopeSpec(theta=theta, rotary_dim=rotary_dim)
     key = "original_max_position_embeddings"
     original = fields.whole(key, rope.whole(key, max_position, most=MOST_POSITIONS), most=MOST_POSITIONS)
-    is_llama3 = kind == "llama3"
+    is_llama3, is_long = kind == "llama3", kind == "longrope"
     return RopeSpec(
         kind=kind,
         theta=theta,
         rotary_dim=rotary_dim,
-        factor=rope.number("factor", max_position / original if kind == "yarn" else None),
+        factor=rope.number("factor", max_position / original if kind in ("yarn", "longrope") else None),
         original_max_position=original,
         low_freq_factor=rope.number("low_freq_factor", None if is_llama3 else 1.0),
         high_freq_factor=rope.number("high_freq_factor", None if is_llama3 else 4.0),
@@ -145,4 +240,6 @@ def _rope(fields: Fields, head_dim: int, max_position: int) -> RopeSpec:
         mscale=rope.optional("mscale"),
         mscale_all_dim=rope.optional("mscale_all_dim"),
         truncate=rope.flag("truncate", True),
+        frequency_factors=rope.numbers("short_factor") if is_long else None,
+        long_factors=rope.numbers("long_factor") if is_long else None,
     )

@@ -13,7 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tokenmill.ops.triton.activation import gated
 from tokenmill.ops.triton.launch import pdl_options
+from tokenmill.spec import Activation
 
 GEMV_ROWS = 4
 VECTOR_BYTES = 16  # what a thread loads at once
@@ -68,11 +70,11 @@ def _gemv_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
-    IS_GATED: tl.constexpr,
+    GATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # A gated product's block has the gates' rows of the weight first, then those of the same outputs' ups.
-    block_outputs: tl.constexpr = BLOCK_N // 2 if IS_GATED else BLOCK_N
+    block_outputs: tl.constexpr = BLOCK_N // 2 if GATE is not None else BLOCK_N
     blocks: tl.constexpr = (INPUTS + BLOCK_K - 1) // BLOCK_K
     first = tl.program_id(0) * block_outputs
     place = tl.arange(0, BLOCK_N)[None, :, None]
@@ -107,9 +109,9 @@ def _gemv_kernel(
         result *= tl.rsqrt(tl.sum(squares, 2, keep_dims=True) / INPUTS + eps)
     if HAS_BIAS:
         result += tl.load(bias + line, mask=is_line, other=0.0).to(tl.float32)
-    if IS_GATED:
+    if GATE is not None:
         gate, up = tl.split(tl.permute(tl.reshape(result, [BLOCK_M, 2, block_outputs]), [0, 2, 1]))
-        result = gate / (1.0 + tl.exp(tl.minimum(-gate, 80.0))) * up
+        result = gated(gate, up, GATE)
     result = tl.reshape(result, [BLOCK_M, block_outputs])
     m, n = tl.arange(0, BLOCK_M)[:, None], first + tl.arange(0, block_outputs)[None, :]
     is_result = (m < ROWS) & (n < outputs)
@@ -142,13 +144,14 @@ def gemv(
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
     residual: Tensor | None = None,
-    is_gated: bool = False,
+    gate: Activation | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """Multiply up to four rows by weight transposed, with what stands around that in a decoder layer.
 
-    In order: x is normalised if there is a `norm_weight` [inputs]; the product; `bias` is added; if `is_gated`, the
-    outputs are (gate, up) and the result silu(gate) * up; `residual` is added. All tensors are contiguous.
+    In order: x is normalised if there is a `norm_weight` [inputs]; the product; `bias` is added; with `gate`, an
+    activation, the outputs are (gate, up) and the result activation(gate) * up; `residual` is added. All tensors are
+    contiguous.
 
     Args:
         x: [rows, inputs], rows <= 4; not `out`.
@@ -159,17 +162,17 @@ def gemv(
         norm_weight: [inputs].
         eps: added to the mean square.
         residual: [rows, outputs], added.
-        is_gated: see above.
+        gate: see above.
         pdl: see `launch`; weights are read early.
     """
     rows, inputs = x.shape
-    outputs = weight.shape[0] // 2 if is_gated else weight.shape[0]
+    outputs = weight.shape[0] // 2 if gate else weight.shape[0]
     if rows > GEMV_ROWS:
         raise ValueError(f"gemv takes up to {GEMV_ROWS} rows, got {rows}")
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device) if out is None else out
     vector = VECTOR_BYTES // x.element_size()
     block_k = config.num_warps * 32 * vector
-    block_outputs = config.block_n // 2 if is_gated else config.block_n
+    block_outputs = config.block_n // 2 if gate else config.block_n
     if rows:
         _gemv_kernel[(triton.cdiv(outputs, block_outputs),)](
             x,
@@ -191,7 +194,7 @@ def gemv(
             HAS_BIAS=bias is not None,
             HAS_NORM=norm_weight is not None,
             HAS_RESIDUAL=residual is not None,
-            IS_GATED=is_gated,
+            GATE=gate,
             PDL=pdl,
             num_warps=config.num_warps,
             **pdl_options(pdl),

@@ -16,7 +16,7 @@ ANGLES = 256  # of one program
 
 
 @triton.jit(
-    do_not_specialize=["tokens", "updates", "table_stride"],
+    do_not_specialize=["tokens", "updates", "table_stride", "slots"],
     do_not_specialize_on_alignment=["columns", "page_updates"],
 )
 def _stage_kernel(
@@ -29,6 +29,7 @@ def _stage_kernel(
     tokens,
     updates,
     table_stride,
+    slots,
     PAGE_SIZE: tl.constexpr,
     TOKENS: tl.constexpr,
     UPDATES: tl.constexpr,
@@ -36,7 +37,7 @@ def _stage_kernel(
 ):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    program = tl.program_id(0)
+    program, kind = tl.program_id(0), tl.program_id(1)
     at = program * TOKENS + tl.arange(0, TOKENS)
     is_token = at < tokens
     token = tl.load(columns + at, mask=is_token, other=0)  # [TOKENS]
@@ -45,6 +46,7 @@ def _stage_kernel(
     last = tl.load(last_tokens + slot, mask=is_token & (token < 0), other=0)
     tl.store(input_ids + at, tl.where(token < 0, last.to(tl.int32), token), mask=is_token)
     index = position // PAGE_SIZE
+    slot += kind * slots  # the row of this kind's table
     page = tl.load(page_table + slot.to(tl.int64) * table_stride + index, mask=is_token, other=0).to(tl.int32)
     for start in range(0, updates, UPDATES):
         each = start + tl.arange(0, UPDATES)
@@ -56,10 +58,10 @@ def _stage_kernel(
         is_own = (slot[:, None] == slot_to[None, :]) & (index[:, None] == index_to[None, :])  # [TOKENS, UPDATES]
         entered = tl.max(tl.where(is_own, page_to[None, :], -1), 1)
         page = tl.where(entered >= 0, entered, page)
-        is_written = is_update & ((start // UPDATES) % tl.num_programs(0) == program)
+        is_written = is_update & ((start // UPDATES) % tl.num_programs(0) == program) & (kind == 0)
         place = page_table + slot_to.to(tl.int64) * table_stride + index_to
         tl.store(place, page_to.to(page_table.dtype.element_ty), mask=is_written)
-    tl.store(kv_slots + at, page * PAGE_SIZE + position % PAGE_SIZE, mask=is_token)
+    tl.store(kv_slots + kind * tokens + at, page * PAGE_SIZE + position % PAGE_SIZE, mask=is_token)
 
 
 @triton.jit(do_not_specialize=["angles"], do_not_specialize_on_alignment=["positions"])
@@ -81,22 +83,23 @@ def _rotation_kernel(
 
 
 def stage_tokens(
-    columns: Tensor, updates: Tensor, last_tokens: Tensor, page_table: Tensor, page_size: int, *, pdl: bool = False
+    columns: Tensor, updates: Tensor, last_tokens: Tensor, page_tables: Tensor, page_size: int, *, pdl: bool = False
 ) -> tuple[Tensor, Tensor]:
     """`Ops.stage_tokens`, in one launch; ids and places are int32. With `pdl`, the next kernel may start at once."""
-    tokens = columns.shape[1]
-    input_ids, kv_slots = (torch.empty(tokens, dtype=torch.int32, device=columns.device) for _ in range(2))
+    tokens, (kinds, slots, _) = columns.shape[1], page_tables.shape
+    input_ids, kv_slots = (columns.new_empty(shape) for shape in (tokens, (kinds, tokens)))
     if tokens or len(updates):
-        _stage_kernel[(max(1, triton.cdiv(tokens, TOKENS)),)](
+        _stage_kernel[(max(1, triton.cdiv(tokens, TOKENS)), kinds)](
             columns,
             updates,
             last_tokens,
-            page_table,
+            page_tables,
             input_ids,
             kv_slots,
             tokens,
             len(updates),
-            page_table.stride(0),
+            page_tables.stride(1),
+            slots,
             PAGE_SIZE=page_size,
             TOKENS=TOKENS,
             UPDATES=UPDATES,

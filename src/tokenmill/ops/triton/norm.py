@@ -14,7 +14,7 @@ MAX_DIM = 16384
 @triton.jit
 def _rms_norm_kernel(
     x, weight, normed, parts, eps, x_stride,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, IS_ADDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -30,10 +30,22 @@ def _rms_norm_kernel(
         tl.store(x + row * x_stride + columns, rounded, mask=is_column)
         value = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / DIM + eps)
-    tl.store(normed + row * DIM + columns, (value * scale * factor).to(normed.dtype.element_ty), mask=is_column)
+    value *= scale * factor
+    if IS_ADDED:
+        value = value.to(x.dtype.element_ty).to(tl.float32)
+        value += tl.load(normed + row * DIM + columns, mask=is_column, other=0.0).to(tl.float32)
+    tl.store(normed + row * DIM + columns, value.to(normed.dtype.element_ty), mask=is_column)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, parts: Tensor | None = None, pdl: bool = False) -> Tensor:
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    parts: Tensor | None = None,
+    residual: Tensor | None = None,
+    pdl: bool = False,
+) -> Tensor:
     """Divide each row by its root mean square and multiply by the weight (Zhang and Sennrich 2019).
 
     Args:
@@ -41,17 +53,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, parts: Tensor | None = No
         weight: [dim].
         eps: added to the mean square.
         parts: [parts, tokens, dim] float32, first added to x, which is overwritten; or None.
+        residual: [tokens, dim], rows contiguous, to which the result is added in place; or None.
         pdl: see `launch`.
     """
     tokens, dim = x.shape
     if dim > MAX_DIM:
         raise ValueError(f"rows of {dim} are too long to normalise; the longest are {MAX_DIM}")
-    normed = x.new_empty((tokens, dim))
+    normed = x.new_empty((tokens, dim)) if residual is None else residual
     if tokens:
         block = triton.next_power_of_2(dim)
         _rms_norm_kernel[(tokens,)](
             x, weight, normed, x if parts is None else parts, eps, x.stride(0), DIM=dim, BLOCK=block,
-            PARTS=0 if parts is None else parts.shape[0], PDL=pdl, num_warps=min(max(block // 256, 1), 16),
+            PARTS=0 if parts is None else parts.shape[0], IS_ADDED=residual is not None, PDL=pdl,
+            num_warps=min(max(block // 256, 1), 16),
             **pdl_options(pdl),
         )  # fmt: skip
     return normed

@@ -10,13 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokenmill.ops.api import Experts, HeadNorms, Hidden, Norm, Rotation
-from tokenmill.ops.triton.activation import silu_and_mul
+from tokenmill.ops.triton.activation import activate_and_mul
 from tokenmill.ops.triton.gemv import GEMV_ROWS, choose_gemv, gemv
 from tokenmill.ops.triton.inputs import make_rotation, stage_tokens
 from tokenmill.ops.triton.moe import choose_tiles, experts_parts
 from tokenmill.ops.triton.norm import rms_norm
 from tokenmill.ops.triton.products import MAX_ROWS, choose_parts, choose_product, choose_scores, product
 from tokenmill.ops.triton.qkv import prepare_qkv
+from tokenmill.spec import Activation
 
 WIDE_LINES = 16384  # of a weight, from where matrix units win at three rows already
 
@@ -35,10 +36,10 @@ class TritonOps:
         self.has_pdl = has_pdl
 
     def stage_tokens(
-        self, columns: Tensor, updates: Tensor, last_tokens: Tensor, page_table: Tensor, page_size: int
+        self, columns: Tensor, updates: Tensor, last_tokens: Tensor, page_tables: Tensor, page_size: int
     ) -> tuple[Tensor, Tensor]:
         """See `Ops.stage_tokens`."""
-        return stage_tokens(columns, updates, last_tokens, page_table, page_size, pdl=self.has_pdl)
+        return stage_tokens(columns, updates, last_tokens, page_tables, page_size, pdl=self.has_pdl)
 
     def rotation(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
         """See `Ops.rotation`."""
@@ -49,18 +50,31 @@ class TritonOps:
         fused = self._fused(x, weight, bias)
         return F.linear(x, weight, bias) if fused is None else fused
 
-    def normed_linear(self, hidden: Hidden, weight: Tensor, bias: Tensor | None = None, *, norm: Norm) -> Tensor:
+    def normed_linear(self, hidden: Hidden, weight: Tensor, bias: Tensor | None = None, *, norm: Norm | None) -> Tensor:
         """See `Ops.normed_linear`."""
         fused = self._fused(hidden, weight, bias, norm=norm)
         return F.linear(self.normed(hidden, norm), weight, bias) if fused is None else fused
 
-    def gated_linear(self, hidden: Hidden, weight: Tensor, bias: Tensor | None = None, *, norm: Norm) -> Tensor:
+    def gated_linear(
+        self,
+        hidden: Hidden,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        norm: Norm | None,
+        activation: Activation = "silu",
+    ) -> Tensor:
         """See `Ops.gated_linear`."""
-        fused = self._fused(hidden, weight, bias, norm=norm, is_gated=True)
+        fused = self._fused(hidden, weight, bias, norm=norm, gate=activation)
         if fused is None:
             joined = F.linear(self.normed(hidden, norm), weight, bias)
-            return silu_and_mul(joined, pdl=self._uses_pdl(joined))
+            return activate_and_mul(joined, activation, pdl=self._uses_pdl(joined))
         return fused
+
+    def add_normed(self, hidden: Hidden, x: Tensor, norm: Norm) -> None:
+        """See `Ops.add_normed`."""
+        value = self.settle(hidden)
+        rms_norm(x.contiguous(), norm.weight, norm.eps, residual=value, pdl=self._uses_pdl(value))
 
     def add_linear(self, hidden: Hidden, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
         """See `Ops.add_linear`."""
@@ -117,10 +131,12 @@ class TritonOps:
         *,
         norm: Norm | None = None,
         residual: Tensor | None = None,
-        is_gated: bool = False,
+        gate: Activation | None = None,
     ) -> Tensor | None:
         """A product by a kernel of this package, with all that stands around it; None: the library's is faster."""
-        value = x.value if isinstance(x, Hidden) else x
+        if isinstance(x, Hidden) and norm is None:
+            x = self.settle(x)
+        value, is_gated = x.value if isinstance(x, Hidden) else x, gate is not None
         rows, (lines, inputs) = value.shape[0], weight.shape
         compute: Callable[..., Tensor]
         if rows <= 2 or (rows <= GEMV_ROWS and lines < WIDE_LINES):
@@ -134,11 +150,13 @@ class TritonOps:
             if isinstance(x, Hidden) and norm is not None and (x.parts is not None or not config.fuses_norm(inputs)):
                 value, norm = self.normed(x, norm), None
         norm_weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        options = {"norm_weight": norm_weight, "eps": eps, "residual": residual, "is_gated": is_gated}
+        options = {"norm_weight": norm_weight, "eps": eps, "residual": residual, "gate": gate}
         return compute(value.contiguous(), weight, bias=bias, pdl=self._uses_pdl(value), **options)
 
-    def normed(self, hidden: Hidden, norm: Norm) -> Tensor:
+    def normed(self, hidden: Hidden, norm: Norm | None) -> Tensor:
         """See `Ops.normed`."""
+        if norm is None:
+            return self.settle(hidden)
         value, parts, hidden.parts = hidden.value, hidden.parts, None
         return rms_norm(value, norm.weight, norm.eps, parts=parts, pdl=self._uses_pdl(value))
 

@@ -13,8 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tokenmill.ops.triton.activation import gated
 from tokenmill.ops.triton.gemv import appended
 from tokenmill.ops.triton.launch import pdl_options
+from tokenmill.spec import Activation
 
 MAX_ROWS = 256
 PROCESSORS = 132  # of an H200
@@ -68,11 +70,11 @@ def choose_product(rows: int, lines: int, inputs: int, *, is_gated: bool = False
     elif rows <= 64:
         config = ProductConfig(64, 128, 64, 4, num_stages=5)
     elif rows <= 128 and is_small and is_short:
-        gated, plain = (
+        with_gate, plain = (
             ProductConfig(64, 128, 64, 4, num_stages=5),
             ProductConfig(64, 64, 128, 4, num_stages=4, swap=True),
         )
-        config = gated if is_gated else plain
+        config = with_gate if is_gated else plain
     elif is_gated and rows <= 128:
         config = ProductConfig(128, 256, 64, 8)
     elif is_gated and rows <= MAX_ROWS and is_short:
@@ -139,12 +141,12 @@ def _product_kernel(
     GROUPS: tl.constexpr,
     SWAP: tl.constexpr,
     IS_EVEN: tl.constexpr,
-    IS_GATED: tl.constexpr,
+    GATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     line = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-    if IS_GATED:  # a row of the gate, then the row of up that goes with it
+    if GATE is not None:  # a row of the gate, then the row of up that goes with it
         line = line // 2 + line % 2 * (lines // 2)
     FIRST: tl.constexpr = BLOCK_N if SWAP else BLOCK_M
     SECOND: tl.constexpr = BLOCK_M if SWAP else BLOCK_N
@@ -187,11 +189,12 @@ def _product_kernel(
         total *= tl.rsqrt(squares / INPUTS + eps)[:, None]
     if bias is not None:
         total += tl.load(bias + line, mask=line < lines, other=0.0).to(tl.float32)[None, :]
-    if IS_GATED:
-        total = _gated(total)
+    if GATE is not None:
+        gate, up = tl.split(tl.reshape(total, [total.shape[0], total.shape[1] // 2, 2]))
+        total = gated(gate, up, GATE)
     WIDTH: tl.constexpr = total.shape[1]
     n = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)[None, :]
-    outputs = lines // 2 if IS_GATED else lines
+    outputs = lines // 2 if GATE is not None else lines
     place = (part.to(tl.int64) * rows + m[:, None]) * outputs + n  # [BLOCK_M, WIDTH]
     is_place = (m[:, None] < rows) & (n < outputs)
     if residual is not None:
@@ -220,12 +223,6 @@ def _add(total, squares, value, w, factor, SWAP: tl.constexpr):
     return tl.dot(first, second, total), squares
 
 
-@triton.jit
-def _gated(total):
-    gate, up = tl.split(tl.reshape(total, [total.shape[0], total.shape[1] // 2, 2]))
-    return up * gate / (1.0 + tl.exp(tl.minimum(-gate, 80.0)))
-
-
 def product(
     x: Tensor,
     weight: Tensor,
@@ -235,13 +232,14 @@ def product(
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
     residual: Tensor | None = None,
-    is_gated: bool = False,
+    gate: Activation | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """Multiply rows by weight transposed, with what stands around that in a decoder layer.
 
-    In order: x is normalised if there is a `norm_weight` [inputs]; the product; `bias` is added; if `is_gated`, the
-    outputs are (gate, up) and the result silu(gate) * up; `residual` is added. All tensors are contiguous.
+    In order: x is normalised if there is a `norm_weight` [inputs]; the product; `bias` is added; with `gate`, an
+    activation, the outputs are (gate, up) and the result activation(gate) * up; `residual` is added. All tensors are
+    contiguous.
 
     The arguments are those of `gemv`, but x has any number of rows, 16 bits an element; `config` is from
     `choose_product` and must fuse the norm if there is one; and the result is written over `residual`. From
@@ -249,14 +247,14 @@ def product(
     """
     rows, inputs = x.shape
     lines, splits = weight.shape[0], config.splits
-    if splits > 1 and (bias is not None or norm_weight is not None or residual is not None or is_gated):
+    if splits > 1 and (bias is not None or norm_weight is not None or residual is not None or gate):
         raise ValueError(f"{config}: nothing else can be done to the parts of a product")
     if norm_weight is not None and not config.fuses_norm(inputs):
         raise ValueError(f"{config} cannot normalise rows of {inputs}")
     if splits > 1:
         out = x.new_empty(splits, rows, lines, dtype=torch.float32)
     else:
-        out = x.new_empty(rows, lines // 2 if is_gated else lines) if residual is None else residual
+        out = x.new_empty(rows, lines // 2 if gate else lines) if residual is None else residual
     part = inputs // splits
     _product_kernel[triton.cdiv(rows, config.block_m), triton.cdiv(lines, config.block_n), splits](
         x,
@@ -277,7 +275,7 @@ def product(
         GROUPS=config.groups,
         SWAP=config.swap,
         IS_EVEN=lines % config.block_n == 0 and part % config.block_k == 0,
-        IS_GATED=is_gated,
+        GATE=gate,
         PDL=pdl,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
