@@ -139,6 +139,7 @@ class TritonOps:
         value, is_gated = x.value if isinstance(x, Hidden) else x, gate is not None
         rows, (lines, inputs) = value.shape[0], weight.shape
         compute: Callable[..., Tensor]
+        fuses_norm = True
         if rows <= 2 or (rows <= GEMV_ROWS and lines < WIDE_LINES):
             outputs = lines // 2 if is_gated else lines
             compute = partial(gemv, config=choose_gemv(rows, outputs, inputs, is_gated=is_gated), out=residual)
@@ -146,9 +147,9 @@ class TritonOps:
             config = choose_product(rows, lines, inputs, is_gated=is_gated)
             if config is None or value.element_size() > 2:  # no matrix unit multiplies float32, for checks, exactly
                 return None
-            compute = partial(product, config=config)
-            if isinstance(x, Hidden) and norm is not None and (x.parts is not None or not config.fuses_norm(inputs)):
-                value, norm = self.normed(x, norm), None
+            compute, fuses_norm = partial(product, config=config), config.fuses_norm(inputs)
+        if isinstance(x, Hidden) and norm is not None and (x.parts is not None or not fuses_norm):
+            value, norm = self.normed(x, norm), None
         norm_weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         options = {"norm_weight": norm_weight, "eps": eps, "residual": residual, "gate": gate}
         return compute(value.contiguous(), weight, bias=bias, pdl=self._uses_pdl(value), **options)
