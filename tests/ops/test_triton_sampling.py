@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import random as py_random
 
+import msgspec
 import pytest
 import torch
 
@@ -17,7 +18,7 @@ import triton.language as tl  # noqa: E402
 
 from tokenmill.ops.triton import sampling  # noqa: E402
 from tokenmill.ops.triton.noise import log2_exponential, row_key  # noqa: E402
-from tokenmill.ops.triton.rows import LIST_ROOM, SamplingColumns, make_scratch  # noqa: E402
+from tokenmill.ops.triton.rows import LIST_ROOM, SPAN, SamplingColumns, make_scratch  # noqa: E402
 from tokenmill.ops.triton.sampling import sample_rows  # noqa: E402
 
 ROWS = 200 if torch.cuda.is_available() else 10
@@ -27,7 +28,7 @@ VOCAB = 4500  # several blocks, the last with a part of one
 @triton.jit
 def noise_kernel(out, seed, position, first, SIZE: tl.constexpr, IS_INTERPRETED: tl.constexpr):
     low, high = row_key(tl.load(seed), tl.load(position))
-    number = log2_exponential(low, high, tl.load(first).to(tl.int32), SIZE, IS_INTERPRETED)
+    number = log2_exponential(low, high, tl.load(first).to(tl.int32) + tl.arange(0, SIZE), IS_INTERPRETED)
     tl.store(out + tl.arange(0, SIZE), number)
 
 
@@ -114,6 +115,80 @@ def test_filtered_draws_are_the_samplers(spread, room):
     logits = random(ROWS, VOCAB, seed=3) * spread
     found, expected = draw(logits, any_params(2, has_filters=True), [5] * ROWS, room=room)
     assert found == expected
+
+
+def kept_in_order(row: torch.Tensor, its: SamplingParams) -> torch.Tensor:
+    """The ids that the filters keep, likeliest first and of equals the lowest, by sums in float64."""
+    scaled = row.float().cpu() / its.temperature
+    order = scaled.sort(descending=True, stable=True).indices
+    weights = (scaled[order].double() - scaled.max().double()).exp()
+    order = order[: its.top_k or len(row)]
+    total = weights[: len(order)].sum()
+    is_kept = (weights.cumsum(0) - weights)[: len(order)] < torch.tensor(its.top_p).double() * total
+    is_kept &= weights[: len(order)] >= its.min_p
+    return order[: max(int(is_kept.sum()), 1)]
+
+
+def at_the_edge(row: torch.Tensor, its: SamplingParams, position: int) -> tuple[SamplingParams, int]:
+    """The parameters with a seed by which the draw comes near the last id kept or the first that is not; the draw."""
+    scaled, kept = row.float().cpu() / its.temperature, kept_in_order(row, its)
+    more = kept_in_order(row, SamplingParams(top_k=len(kept) + 2, temperature=its.temperature))
+    seeds = torch.arange(400)
+    score = scaled[more] - exponential_twin(seeds, torch.tensor([position]).expand(400), more).log()  # [seeds, ids]
+    best = (score.argmax(1) - len(kept) + 0.5).abs().argmin()
+    return msgspec.structs.replace(its, seed=int(best)), int(kept[score[best, : len(kept)].argmax()])
+
+
+def logits_of(kind: str, rows: int, vocab: int) -> torch.Tensor:
+    logits = random(rows, vocab, seed=11)
+    if kind == "peaked":  # by id, so that the likely ones stand together
+        logits -= 2 * torch.arange(1, vocab + 1, device=DEVICE).log()
+    elif kind == "tied":
+        logits = (logits * 3).round() / 2
+    elif kind == "equal":
+        logits = torch.ones_like(logits)
+    elif kind == "forbidden":
+        logits[:, : vocab // 2] = float("-inf")
+        logits[:, ::3] = float("-inf")
+    return logits
+
+
+@pytest.mark.parametrize("room", [LIST_ROOM, 100])
+@pytest.mark.parametrize("kind", ["flat", "peaked", "tied", "equal", "forbidden"])
+def test_no_more_and_no_less_is_kept_of_rows_of_all_kinds(kind, room):
+    spans = -(-VOCAB // SPAN.value)
+    logits = logits_of(kind, ROWS, VOCAB)
+    choose = py_random.Random(f"{kind} {room}")
+    edges = [
+        at_the_edge(row, SamplingParams(
+            temperature=choose.choice([0.6, 1.0, 2.0]),
+            top_k=choose.choice([0, 0, 1, 2, 20, spans - 1, spans, spans + 1, 300, 1500, VOCAB - 1]),
+            top_p=choose.choice([1.0, 1e-9, 0.1107, 0.5303, 0.9071, 0.9993]),
+            min_p=choose.choice([0.0, 0.0, 0.03]),
+        ), 7)
+        for row in logits
+    ]  # fmt: skip
+    found, _ = draw(logits, [its for its, _ in edges], [7] * ROWS, room=room)
+    assert found == [token for _, token in edges]
+
+
+@pytest.mark.parametrize("filters", [{"top_p": 0.9071}, {"top_k": 600}, {"top_k": 600, "top_p": 0.5303}])
+def test_rows_of_several_pieces(filters):
+    logits = random(3, 20000, seed=12)
+    edges = [at_the_edge(row, SamplingParams(**filters), 8) for row in logits]
+    for room in (64, LIST_ROOM):
+        found, _ = draw(logits, [its for its, _ in edges], [8] * 3, room=room)
+        assert found == [token for _, token in edges]
+
+
+@pytest.mark.parametrize("room", [LIST_ROOM, 8])
+@pytest.mark.parametrize("top_k", [20, 300])
+def test_top_p_is_a_share_of_what_top_k_leaves_of_equals(top_k, room):
+    logits = logits_of("tied", 6, 1000)
+    some = [SamplingParams(top_k=top_k, top_p=0.31 + 0.11 * row) for row in range(6)]
+    edges = [at_the_edge(row, its, 8) for row, its in zip(logits, some, strict=True)]
+    found, _ = draw(logits, [its for its, _ in edges], [8] * 6, room=room)
+    assert found == [token for _, token in edges]
 
 
 @pytest.mark.parametrize("vocab", [1, 7, 2048])

@@ -1,283 +1,271 @@
-"""The ids that top_k and top_p keep, as one bound a row, without sorting.
+"""top_k, top_p and min_p without putting the vocabulary in order.
 
-Ids are counted and weighed above sixteen marks, at first spread over the row's range, then between the two marks that
-enclose the bound. What lies between the last two marks is listed, and the list is bisected. A row whose list would be
-too long (thousands of equal logits) is bisected itself, slowly.
+What is kept reaches some value; one that is low enough is found from the greatest logits and the weights of spans of
+ids. The spans that reach it are read again, and the ids that do, usually few, are listed and drawn from. A row of which
+too many ids reach it stays open, for a race of its whole.
+
+The race comes first: its winner is drawn if so few ids, with so little weight, stand before it in the order that the
+filters keep it. If not they keep nothing after it either, and the ids before it race again.
 
 top_p is a share of what top_k leaves; of ids with equal logits the lower are kept.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
 from tokenmill.ops.triton.launch import start_and_wait
+from tokenmill.ops.triton.noise import LOG2E, log2_exponential, row_key
 from tokenmill.ops.triton.rows import (
-    BLOCK,
-    BOUND,
-    COUNT_ABOVE,
-    COUNT_INSIDE,
-    FIELDS,
-    HIGH,
-    HIGH_MARK,
-    LAST_ID,
-    LOW,
-    LOW_MARK,
-    MARKS,
-    TOP,
-    TOTAL,
-    WEIGHT_ABOVE,
+    SPAN,
     SamplingColumns,
     SamplingScratch,
-    is_last_program,
-    scaled_logits,
+    over_temperature,
+    row_logits,
+    rules_of,
+    store_token,
 )
 
-# The numbers of the race lie between 2 ** -32 and 17, or are infinite; so an id whose scaled logit is 25.1 below the
-# greatest never wins, and ids further down than this need no place in the order.
-REACH = tl.constexpr(32.0)
+ROUNDS = tl.constexpr(7)
+REACH = tl.constexpr(32.0)  # ids whose scaled logits are further below the greatest have no weight
+MOST_SPANS = tl.constexpr(2048)  # of which one program should list ids
+LIST_SPANS = tl.constexpr(64)
+LIST_PIECE = tl.constexpr(1024)
+ROW_PIECE = tl.constexpr(8192)
+PAIRS = tl.constexpr(256)  # ids of which each is compared with each
 
 
 @triton.jit
-def set_marks(marks, high, low):
-    """Write marks evenly spaced from high down to low, both included."""
-    index = tl.arange(0, MARKS)
-    even = high - (high - low) * (index / (MARKS - 1.0))
-    tl.store(marks + index, tl.where(index == 0, high, tl.where(index == MARKS - 1, low, even)))
-
-
-@triton.jit
-def _filters_of(columns, slot, VOCAB: tl.constexpr):
-    k = tl.load(columns.top_k + slot).to(tl.int32)
-    k = tl.where((k <= 0) | (k > VOCAB), VOCAB, k)
-    p = tl.load(columns.top_p + slot)
-    is_filtered = ((k < VOCAB) | (p < 1.0)) & (tl.load(columns.is_greedy + slot) == 0)
-    return k, p, is_filtered
-
-
-@triton.jit(do_not_specialize_on_alignment=["slots"])
-def _count_kernel(
-    logits, slots, columns, scratch, stride,
-    VOCAB: tl.constexpr, ROOM: tl.constexpr, IS_FIRST: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+def summarise_kernel(
+    logits, slots, columns, scratch, stride, VOCAB: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr
+):
+    """Each program writes the greatest scaled logits and the weights of SPANS spans of a row."""
     start_and_wait(PDL)
     columns, scratch = SamplingColumns(*columns), SamplingScratch(*scratch)
-    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    blocks = tl.num_programs(0)
-    slot = tl.load(slots + row)
-    floats, ints = scratch.floats + row * FIELDS, scratch.ints + row * FIELDS
-    marks = scratch.marks + row * MARKS
-    k, p, is_needed = _filters_of(columns, slot, VOCAB)
-    if not IS_FIRST:
-        # A row's programs all read this before the last of them rewrites it: they have to, to be counted.
-        is_needed = is_needed & (tl.load(ints + COUNT_INSIDE) > ROOM)
-    if is_needed:
-        at = block * BLOCK + tl.arange(0, BLOCK)
-        value = scaled_logits(logits + row * stride, at, VOCAB, tl.load(columns.temperature + slot))  # [BLOCK]
-        weight = tl.exp(value - tl.load(floats + TOP))
-        index = tl.arange(0, MARKS)
-        count_over = tl.zeros([MARKS], tl.int32)
-        weight_over = tl.zeros([MARKS], tl.float32)
-        for mark in tl.static_range(MARKS):
-            is_over = value >= tl.load(marks + mark)
-            count_over = tl.where(index == mark, tl.sum(is_over.to(tl.int32), 0), count_over)
-            weight_over = tl.where(index == mark, tl.sum(tl.where(is_over, weight, 0.0), 0), weight_over)
-        base = row * blocks * MARKS
-        tl.store(scratch.mark_counts + base + block * MARKS + index, count_over)
-        tl.store(scratch.mark_weights + base + block * MARKS + index, weight_over)
-        if is_last_program(scratch.counters + row, blocks):
-            each = tl.arange(0, triton.next_power_of_2(triton.cdiv(VOCAB, BLOCK)))[:, None]
-            place = base + each * MARKS + index[None, :]  # [blocks, MARKS]
-            is_block = (each < blocks) & (index[None, :] >= 0)
-            counts = tl.load(scratch.mark_counts + place, mask=is_block, other=0, cache_modifier=".cg")
-            weights = tl.load(scratch.mark_weights + place, mask=is_block, other=0.0, cache_modifier=".cg")
-            count_over, weight_over = tl.sum(counts, 0), tl.sum(weights, 0)
-            _enclose(floats, ints, marks, count_over, weight_over, k, p, VOCAB)
+    row = tl.program_id(1).to(tl.int64)
+    span = tl.program_id(0) * SPANS + tl.arange(0, SPANS)
+    temperature = tl.load(columns.temperature + tl.load(slots + row))
+    value = row_logits(logits + row * stride, span[:, None] * SPAN + tl.arange(0, SPAN)[None, :], VOCAB)
+    best = tl.max(value, 1)  # [SPANS]
+    # A span of forbidden ids only has no greatest logit to subtract.
+    weight = tl.sum(tl.exp2((value - tl.maximum(best, -1e30)[:, None]) * (LOG2E / temperature)), 1)
+    spans = triton.cdiv(VOCAB, SPAN)
+    tl.store(scratch.bests + row * spans + span, over_temperature(best, temperature), mask=span < spans)
+    tl.store(scratch.weights + row * spans + span, weight, mask=span < spans)
 
 
 @triton.jit
-def _enclose(floats, ints, marks, count_over, weight_over, k, p, VOCAB: tl.constexpr):
-    """From counts and weights over the marks [MARKS] find the two that enclose the bound, and set marks in between."""
-    index = tl.arange(0, MARKS)
-    mark = tl.load(marks + index)
-    total = tl.load(floats + TOTAL)
-    # The share is taken of the weight of the k likeliest, which lies between two marks' weights.
-    is_enough = count_over >= k
-    least = total
-    if k < VOCAB:
-        least = tl.max(tl.where(count_over <= k, weight_over, 0.0), 0)
+def _lowest_needed(best, weight, top, total, k, p, VOCAB: tl.constexpr):
+    """A value that the k likeliest ids reach, or ids with the share p of all weight; of `best` and `weight` [spans]."""
+    low, high = top - REACH, top
+    if (k < VOCAB) | (p < 1.0):
+        peak = tl.exp(best - top)
+        middle = tl.maximum(low, tl.min(tl.where(best > float("-inf"), best, float("inf")), 0))
+        for _ in range(ROUNDS):
+            is_over = best >= middle
+            if k < VOCAB:
+                is_enough = tl.sum(is_over.to(tl.int32), 0) >= k
+            else:
+                # A span that reaches the middle has one such id at least, and the weight that its others cannot have.
+                sure = tl.maximum(peak, weight - (SPAN - 1) * tl.exp(middle - top))
+                is_enough = tl.sum(tl.where(is_over, sure, 0.0), 0) >= p * 1.00001 * total
+            low, high = tl.where(is_enough, middle, low), tl.where(is_enough, high, middle)
+            middle = 0.5 * (low + high)
+    return low
+
+
+@triton.jit
+def _list_ids(logits, temperature, best, low, spans, values, ids, most, VOCAB: tl.constexpr, ROOM: tl.constexpr):
+    """List the ids that reach `low`, in order. Returns how many; more than ROOM if too many, or in `most` spans."""
+    is_wanted = (best >= low) & (best > float("-inf"))
+    rank, wanted = _places(tl.reshape(is_wanted, [best.shape[0] // 32, 32]))
+    tl.store(spans + rank, tl.reshape(tl.arange(0, best.shape[0]), [best.shape[0] // 32, 32]), mask=rank >= 0)
+    tl.debug_barrier()  # other threads read what is stored
+    count = tl.where(wanted > most, ROOM + 1, 0)
+    start = 0
+    while (start < wanted) & (count <= ROOM):
+        place = start + tl.arange(0, LIST_SPANS)
+        span = tl.load(spans + place, mask=place < wanted, other=VOCAB)
+        at = span[:, None] * SPAN + tl.arange(0, SPAN)[None, :]  # [LIST_SPANS, SPAN]
+        value = over_temperature(row_logits(logits, at, VOCAB), temperature)
+        order, more = _places((value >= low) & (value > float("-inf")))
+        is_listed = (order >= 0) & (order + count < ROOM)
+        tl.store(values + count + order, value, mask=is_listed)
+        tl.store(ids + count + order, at, mask=is_listed)
+        count += more
+        start += LIST_SPANS
+    tl.debug_barrier()
+    return count
+
+
+@triton.jit
+def _places(is_wanted):
+    """How many are wanted before each that is, row by row, and -1 for others [rows, columns]; how many are in all."""
+    wanted = is_wanted.to(tl.int32)
+    own = tl.sum(wanted, 1)
+    before = tl.cumsum(own, 0) - own
+    return tl.where(is_wanted, before[:, None] + tl.cumsum(wanted, 1) - 1, -1), tl.sum(own, 0)
+
+
+@triton.jit
+def _at(source, at, VOCAB: tl.constexpr, IS_LIST: tl.constexpr):
+    """Scaled logits and ids at places of a list of ids, or of a row; -inf where there is none."""
+    values, ids, size, temperature = source
+    if IS_LIST:
+        value = tl.load(values + at, mask=at < size, other=float("-inf"))
+        at = tl.load(ids + at, mask=at < size, other=0)
     else:
-        is_enough = weight_over >= tl.where(p < 1.0, p * total, float("inf"))
-    low_mark = tl.min(tl.where(is_enough, index, MARKS - 1), 0)
-    is_kept = (count_over <= k) & (weight_over < tl.where(p < 1.0, p * least, float("inf")))
-    high_mark = tl.minimum(tl.max(tl.where(is_kept, index, -1), 0), low_mark)
-    is_low, is_high = index == low_mark, index == high_mark
-    low = tl.sum(tl.where(is_low, mark, 0.0), 0)
-    count_above = tl.sum(tl.where(is_high, count_over, 0), 0)
-    high = tl.where(high_mark < 0, float("inf"), tl.sum(tl.where(is_high, mark, 0.0), 0))
-    tl.store(floats + LOW, low)
-    tl.store(floats + HIGH, high)
-    tl.store(floats + WEIGHT_ABOVE, tl.sum(tl.where(is_high, weight_over, 0.0), 0))
-    tl.store(ints + COUNT_ABOVE, count_above)
-    tl.store(ints + COUNT_INSIDE, tl.sum(tl.where(is_low, count_over, 0), 0) - count_above)
-    tl.store(ints + LOW_MARK, low_mark)
-    tl.store(ints + HIGH_MARK, high_mark)
-    tl.debug_barrier()  # the marks are read above, by other threads than write them
-    set_marks(marks, tl.minimum(high, tl.load(floats + TOP)), low)
+        value = over_temperature(row_logits(values, at, VOCAB), temperature)
+    return value, at
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots"])
-def _list_kernel(logits, slots, columns, scratch, stride, VOCAB: tl.constexpr, ROOM: tl.constexpr, PDL: tl.constexpr):
-    start_and_wait(PDL)
-    columns, scratch = SamplingColumns(*columns), SamplingScratch(*scratch)
-    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    blocks = tl.num_programs(0)
-    slot = tl.load(slots + row)
-    _, _, is_filtered = _filters_of(columns, slot, VOCAB)
-    floats, ints = scratch.floats + row * FIELDS, scratch.ints + row * FIELDS
-    if is_filtered & (tl.load(ints + COUNT_INSIDE) <= ROOM):
-        low, high = tl.load(floats + LOW), tl.load(floats + HIGH)
-        low_mark, high_mark = tl.load(ints + LOW_MARK), tl.load(ints + HIGH_MARK)
-        each = tl.arange(0, triton.next_power_of_2(triton.cdiv(VOCAB, BLOCK)))
-        place = scratch.mark_counts + (row * blocks + each) * MARKS  # [blocks]
-        before = tl.sum(tl.load(place + low_mark, mask=each < block, other=0), 0)
-        before -= tl.sum(tl.load(place + high_mark, mask=(each < block) & (high_mark >= 0), other=0), 0)
-        at = block * BLOCK + tl.arange(0, BLOCK)
-        value = scaled_logits(logits + row * stride, at, VOCAB, tl.load(columns.temperature + slot))  # [BLOCK]
-        is_listed = (value >= low) & (value < high)
-        where = row * ROOM + before + tl.cumsum(is_listed.to(tl.int32), 0) - 1
-        tl.store(scratch.list_values + where, value, mask=is_listed)
-        tl.store(scratch.list_ids + where, at, mask=is_listed)
+@triton.jit
+def _before(source, top, value, token, VOCAB: tl.constexpr, IS_LIST: tl.constexpr):
+    """How many of the source's ids stand before (value, token) in the order, and their weight."""
+    SIZE: tl.constexpr = LIST_PIECE if IS_LIST else ROW_PIECE
+    counts, weights = tl.zeros([SIZE], tl.int32), tl.zeros([SIZE], tl.float32)
+    for start in range(0, source[2], SIZE):
+        its, ids = _at(source, start + tl.arange(0, SIZE), VOCAB, IS_LIST)
+        is_before = (its > value) | ((its == value) & (ids < token))
+        counts += is_before.to(tl.int32)
+        weights += tl.where(is_before, tl.exp(its - top), 0.0)
+    return tl.sum(counts, 0), tl.sum(weights, 0)
+
+
+@triton.jit
+def _winner(source, race, value, token, VOCAB: tl.constexpr, IS_LIST: tl.constexpr, IS_INTERPRETED: tl.constexpr):
+    """The scaled logit and id of the winner of the ids that stand before (value, token) in the order."""
+    is_greedy, key_low, key_high, least = race
+    SIZE: tl.constexpr = LIST_PIECE if IS_LIST else ROW_PIECE
+    bests, places = tl.full([SIZE], float("-inf"), tl.float32), tl.zeros([SIZE], tl.int32)
+    for start in range(0, source[2], SIZE):
+        at = start + tl.arange(0, SIZE)
+        its, ids = _at(source, at, VOCAB, IS_LIST)
+        score = its
+        if not is_greedy:
+            score = its * LOG2E - log2_exponential(key_low, key_high, ids, IS_INTERPRETED)
+        is_in = (its >= least) & ((its > value) | ((its == value) & (ids < token)))
+        score = tl.where(is_in, score, float("-inf"))
+        places = tl.where(score > bests, at, places)
+        bests = tl.maximum(score, bests)
+    place = tl.min(tl.where(bests == tl.max(bests, 0), places, VOCAB), 0)
+    return _at(source, place, VOCAB, IS_LIST)
 
 
 @triton.jit
 def _ordered(value):
     """Integers in the order of float32 values."""
     bits = value.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
 
 @triton.jit
 def _float_of(key):
     """The inverse of `_ordered`."""
+    key = key.to(tl.int32)
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _piece(source, start, VOCAB: tl.constexpr):
-    """Values and ids of the source's places from `start`; -inf where there is none in [low, high)."""
-    list_values, list_ids, is_listed, logits, temperature, inside, low, high, _ = source
-    at = start + tl.arange(0, BLOCK)
-    if is_listed:
-        value = tl.load(list_values + at, mask=at < inside, other=float("-inf"))  # [BLOCK]
-        ids = tl.load(list_ids + at, mask=at < inside, other=0)
+def _weight_of_likeliest(source, top, k, VOCAB: tl.constexpr, IS_LIST: tl.constexpr):
+    """The weight of the k likeliest of the source's ids, of which it has so many, or all that have any weight."""
+    if IS_LIST and source[2] <= PAIRS:
+        place = tl.arange(0, PAIRS)[None, :]
+        value = tl.load(source[0] + place, mask=place < source[2], other=float("-inf"))  # [1, PAIRS]
+        rank = tl.zeros([PAIRS], tl.int32)
+        for start in range(0, source[2], 16):
+            other = start + tl.arange(0, 16)[:, None]
+            its = tl.load(source[0] + other, mask=other < source[2], other=float("-inf"))  # [16, 1]
+            is_before = (its > value) | ((its == value) & (other < place))  # [16, PAIRS]
+            rank += tl.sum(is_before.to(tl.int32), 0)
+        total = tl.sum(tl.where(rank < k, tl.exp(tl.reshape(value, [PAIRS]) - top), 0.0), 0)
     else:
-        value = scaled_logits(logits, at, VOCAB, temperature)
-        value = tl.where((value >= low) & (value < high), value, float("-inf"))
-        ids = at
-    return value, ids
+        low, high = _ordered(top - REACH) - 1, _ordered(top)
+        more, heavier = 0, 0.0  # the ids over `high`, fewer than k
+        while high - low > 1:
+            middle = (low + high) >> 1
+            count, weight = _before(source, top, _float_of(middle), 0, VOCAB, IS_LIST)
+            is_few = count < k
+            low, high = tl.where(is_few, low, middle), tl.where(is_few, middle, high)
+            more, heavier = tl.where(is_few, count, more), tl.where(is_few, weight, heavier)
+        total = heavier + (k - more) * tl.exp(_float_of(high) - top)
+    return total
 
 
 @triton.jit
-def _over(source, key, VOCAB: tl.constexpr):
-    """How many ids of the source have at least the key `key`, and their weight."""
-    count = 0
-    weight = 0.0
-    for start in range(0, tl.where(source[2], source[5], VOCAB), BLOCK):
-        value, _ids = _piece(source, start, VOCAB)
-        is_over = (_ordered(value) >= key) & (value > float("-inf"))
-        count += tl.sum(is_over.to(tl.int32), 0)
-        weight += tl.sum(tl.where(is_over, tl.exp(value - source[8]), 0.0), 0)
-    return count, weight
+def _settle(
+    source, race, value, token, top, total, k, p,
+    VOCAB: tl.constexpr, IS_LIST: tl.constexpr, IS_INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """The id drawn, if (value, token) wins the race of a whole row; of a list, if the ids before it may race."""
+    if (k < VOCAB) & (p < 1.0):
+        total = _weight_of_likeliest(source, top, k, VOCAB, IS_LIST)
+    target = tl.where(p < 1.0, p * total, float("inf"))
+    most = VOCAB + 1
+    is_sought = True
+    while is_sought:
+        if IS_LIST or most <= VOCAB:
+            value, token = _winner(source, race, value, token, VOCAB, IS_LIST, IS_INTERPRETED)
+        count, weight = _before(source, top, value, token, VOCAB, IS_LIST)
+        # There are ever fewer, or some logits are no numbers, and this would not end.
+        is_sought = (count > 0) & (count < most) & ((count >= k) | (weight >= target))
+        most = count
+    return tl.minimum(token, VOCAB - 1)
 
 
 @triton.jit
-def _equal(source, key, last, VOCAB: tl.constexpr):
-    """How many ids of the source up to `last` have the key `key`."""
-    count = 0
-    for start in range(0, tl.where(source[2], source[5], VOCAB), BLOCK):
-        value, ids = _piece(source, start, VOCAB)
-        is_equal = (_ordered(value) == key) & (ids <= last) & (value > float("-inf"))
-        count += tl.sum(is_equal.to(tl.int32), 0)
-    return count
+def _list_row(logits, scratch, row, k, p, reach, temperature, VOCAB: tl.constexpr, ROOM: tl.constexpr):
+    """List a row's ids that may be kept, or leave it open. Returns how many, what they reach, and the row's weights."""
+    spans: tl.constexpr = triton.cdiv(VOCAB, SPAN)
+    span = tl.arange(0, 32 * triton.next_power_of_2(triton.cdiv(spans, 32)))
+    best = tl.load(scratch.bests + row * spans + span, mask=span < spans, other=float("-inf"))
+    top = tl.max(best, 0)
+    weight = tl.load(scratch.weights + row * spans + span, mask=span < spans, other=0.0)
+    weight *= tl.exp(best - tl.maximum(top, -1e30))
+    total = tl.sum(weight, 0)
+    low = _lowest_needed(best, weight, top, total, k, p, VOCAB)
+    # The weight of the k likeliest is that of ids further down too, and is found in a list, or slowly.
+    most = ROOM
+    if not ((k < VOCAB) & (p < 1.0)):
+        low, most = tl.maximum(low, top - reach), MOST_SPANS
+    values, ids = scratch.list_values + row * ROOM, scratch.list_ids + row * ROOM
+    spans_wanted = scratch.spans + row * spans
+    count = _list_ids(logits, temperature, best, low, spans_wanted, values, ids, most, VOCAB, ROOM)
+    tl.store(scratch.tops + row, top)
+    tl.store(scratch.totals + row, total)
+    tl.store(scratch.lows + row, low)
+    tl.store(scratch.is_open + row, (count > ROOM).to(tl.int32))
+    return count, top, total, low
 
 
-@triton.jit
-def _greatest_key(source, first, end, above, wanted, BY_COUNT: tl.constexpr, VOCAB: tl.constexpr):
-    """The greatest key in [first, end) over which there are `wanted` ids, or weight, with those `above` the source."""
-    start = first.to(tl.int64)
-    while end - start > 1:
-        middle = (start + end) >> 1
-        count, weight = _over(source, middle.to(tl.int32), VOCAB)
-        if BY_COUNT:
-            is_enough = above + count >= wanted
-        else:
-            is_enough = above + weight >= wanted
-        start, end = tl.where(is_enough, middle, start), tl.where(is_enough, end, middle)
-    return start.to(tl.int32)
-
-
-@triton.jit
-def _last_id(source, key, kept, VOCAB: tl.constexpr):
-    """The id up to which there are `kept` ids with the key `key`; VOCAB if there are no more than that."""
-    last = VOCAB
-    if kept < _equal(source, key, VOCAB, VOCAB):
-        start, last = -1, VOCAB - 1
-        while last - start > 1:
-            middle = (start + last) >> 1
-            is_enough = _equal(source, key, middle, VOCAB) >= kept
-            start, last = tl.where(is_enough, start, middle), tl.where(is_enough, middle, last)
-    return last
-
-
-@triton.jit(do_not_specialize_on_alignment=["slots"])
-def _bound_kernel(logits, slots, columns, scratch, stride, VOCAB: tl.constexpr, ROOM: tl.constexpr, PDL: tl.constexpr):
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
+def filter_kernel(
+    logits, slots, columns, scratch, stride, positions, out_ids, last_tokens,
+    VOCAB: tl.constexpr, ROOM: tl.constexpr, IS_LIST: tl.constexpr, IS_INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Each program draws a row from a list, or leaves it open; after the race, draws from an open row."""
     start_and_wait(PDL)
     columns, scratch = SamplingColumns(*columns), SamplingScratch(*scratch)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
-    k, p, is_filtered = _filters_of(columns, slot, VOCAB)
-    if is_filtered:
-        floats, ints = scratch.floats + row * FIELDS, scratch.ints + row * FIELDS
-        top, low, high = tl.load(floats + TOP), tl.load(floats + LOW), tl.load(floats + HIGH)
-        count_above, weight_above = tl.load(ints + COUNT_ABOVE), tl.load(floats + WEIGHT_ABOVE)
-        inside = tl.load(ints + COUNT_INSIDE)
-        values, ids = scratch.list_values + row * ROOM, scratch.list_ids + row * ROOM
-        temperature = tl.load(columns.temperature + slot)
-        source = (values, ids, inside <= ROOM, logits + row * stride, temperature, inside, low, high, top)
-        end = tl.minimum(_ordered(high).to(tl.int64), _ordered(top).to(tl.int64) + 1)
-        key, kept, target = _ordered(low), VOCAB, p * tl.load(floats + TOTAL)
-        if k < VOCAB:
-            key = _greatest_key(source, key, end, count_above, k, True, VOCAB)
-            more, weight = _over(source, key + 1, VOCAB)
-            kept = tl.minimum(k - count_above - more, _equal(source, key, VOCAB, VOCAB))
-            target = p * (weight_above + weight + kept * tl.exp(_float_of(key) - top))
-        if p < 1.0:
-            share_key = _greatest_key(source, key, end, weight_above, target, False, VOCAB)
-            _, weight = _over(source, share_key + 1, VOCAB)
-            share_kept = (target - weight_above - weight) / tl.exp(_float_of(share_key) - top)
-            share_kept = tl.maximum(tl.ceil(tl.minimum(share_kept, VOCAB * 1.0)).to(tl.int32), 1)
-            kept = tl.where(share_key > key, share_kept, tl.minimum(kept, share_kept))
-            key = share_key
-        tl.store(floats + BOUND, _float_of(key))
-        tl.store(ints + LAST_ID, _last_id(source, key, kept, VOCAB))
-
-
-def find_bounds(row_args: tuple[Any, ...], scratch: SamplingScratch, shape: dict[str, Any]) -> None:
-    """Write BOUND and LAST_ID of the rows that top_k or top_p cut.
-
-    Args:
-        row_args: logits [rows, vocab], slots [rows], the slots' parameters, the scratch, and the logits' stride.
-        scratch: TOP, TOTAL and the first marks stand there.
-        shape: the kernels' arguments VOCAB and PDL, and how to launch them.
-    """
-    rows = row_args[0].shape[0]
-    shape = {**shape, "ROOM": scratch.list_values.shape[1]}
-    grid = (triton.cdiv(shape["VOCAB"], BLOCK.value), rows)
-    for is_first in (True, False):
-        _count_kernel[grid](*row_args, IS_FIRST=is_first, num_warps=4, **shape)
-    _list_kernel[grid](*row_args, num_warps=4, **shape)
-    _bound_kernel[(rows,)](*row_args, num_warps=8, **shape)
+    logits += row * stride
+    k, p, reach = rules_of(columns, slot, VOCAB)
+    temperature = tl.load(columns.temperature + slot)
+    if IS_LIST:
+        count, top, total, low = _list_row(logits, scratch, row, k, p, reach, temperature, VOCAB, ROOM)
+        source = (scratch.list_values + row * ROOM, scratch.list_ids + row * ROOM, count, temperature)
+        is_sought = count <= ROOM
+    else:
+        top, total, low = tl.load(scratch.tops + row), tl.load(scratch.totals + row), tl.load(scratch.lows + row)
+        source = (logits, out_ids, VOCAB, temperature)
+        is_sought = (tl.load(scratch.is_open + row) != 0) & ((k < VOCAB) | (p < 1.0))
+    if is_sought:
+        key_low, key_high = row_key(tl.load(columns.seed + slot), tl.load(positions + row).to(tl.int64) + 1)
+        race = (tl.load(columns.is_greedy + slot) != 0, key_low, key_high, tl.maximum(low, top - reach))
+        if IS_LIST:
+            value, token = tl.full([], float("-inf"), tl.float32), tl.full([], 0, tl.int32)
+        else:
+            value, token = _at(source, tl.load(out_ids + row).to(tl.int32), VOCAB, IS_LIST)
+        token = _settle(source, race, value, token, top, total, k, p, VOCAB, IS_LIST, IS_INTERPRETED)
+        store_token(token, row, slot, out_ids, last_tokens)

@@ -22,12 +22,12 @@ def row_key(seed, position):
 
 
 @triton.jit
-def log2_exponential(low, high, first, SIZE: tl.constexpr, IS_INTERPRETED: tl.constexpr):
-    """log2(LOG2E * number) of an exponentially distributed number for each of SIZE ids from `first`, int32.
+def log2_exponential(low, high, ids, IS_INTERPRETED: tl.constexpr):
+    """log2(LOG2E * number) of an exponentially distributed number for each of the ids, int32.
 
     (low, high) is the row's key.
     """
-    state = low + first.to(tl.uint32) * 0x9E3779B1 + tl.arange(0, SIZE).to(tl.uint32) * 0x9E3779B1
+    state = low + ids.to(tl.uint32) * 0x9E3779B1
     state = _mix32(_mix32(state) ^ high)
     part = (state & 0x7FFFFFFF).to(tl.int32).to(tl.float32) * 2.0**-31 + 2.0**-32
     # Near 1 the logarithm's error would be greater than its value: a polynomial, made for parts up to 1 / 16.

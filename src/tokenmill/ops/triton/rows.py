@@ -1,4 +1,4 @@
-"""What the sampling kernels share: parameters, blocks of a row, and a row's state between kernels."""
+"""What the sampling kernels share: parameters, pieces of a row, and a row's state between kernels."""
 
 from __future__ import annotations
 
@@ -9,26 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = tl.constexpr(2048)  # ids at a time
-PLAIN_BLOCK = tl.constexpr(1024)  # without filters
+BLOCK = tl.constexpr(1024)  # ids at a time in the race of a whole row
 GROUP = tl.constexpr(8)  # ids of which the race remembers the best one's score only
-LIST_ROOM = 4096
-MARKS = tl.constexpr(16)
-
-# The state of a row: [rows, FIELDS] float32 ...
-FIELDS = tl.constexpr(8)
-TOP = tl.constexpr(0)  # the greatest scaled logit
-TOTAL = tl.constexpr(1)  # the sum of all weights; an id's weight is exp(scaled logit - TOP)
-LOW = tl.constexpr(2)  # the bound of the ids kept lies in [LOW, HIGH)
-HIGH = tl.constexpr(3)
-WEIGHT_ABOVE = tl.constexpr(4)  # weight of the ids at or over HIGH
-BOUND = tl.constexpr(5)  # kept is what is over BOUND, and what equals it up to LAST_ID
-# ... and [rows, FIELDS] int32.
-COUNT_ABOVE = tl.constexpr(0)  # ids at or over HIGH
-COUNT_INSIDE = tl.constexpr(1)  # ids in [LOW, HIGH)
-LOW_MARK = tl.constexpr(2)  # which mark LOW is
-HIGH_MARK = tl.constexpr(3)  # which mark HIGH is; -1: HIGH is infinity
-LAST_ID = tl.constexpr(4)
+SPAN = tl.constexpr(32)  # ids of which the filters first look at the greatest logit and the weight only
+LIST_ROOM = 16384
 
 
 # Kernels get these as plain tuples, and name the members again: a kernel that is compiled ahead forgets their names.
@@ -44,26 +28,25 @@ class SamplingColumns(NamedTuple):
 
 
 class SamplingScratch(NamedTuple):
-    """Memory for one draw at a time; `counters` are 0 between draws. Of each block, unless said otherwise."""
+    """Memory for one draw at a time; `counters` are 0 between draws. An id's weight is exp(scaled logit - top)."""
 
-    floats: Tensor  # [rows, FIELDS], of the row
-    ints: Tensor  # [rows, FIELDS], of the row
+    tops: Tensor  # [rows], the greatest scaled logit
+    totals: Tensor  # [rows], the sum of all weights
+    lows: Tensor  # [rows], what every id that is kept reaches
+    is_open: Tensor  # [rows], whether there are too many such ids for a list
+    bests: Tensor  # [rows, spans], greatest scaled logit
+    weights: Tensor  # [rows, spans], sum of weights relative to the best
+    spans: Tensor  # [rows, spans], those to be listed
+    list_values: Tensor  # [rows, list room], scaled logits of the ids that reach `lows`
+    list_ids: Tensor  # [rows, list room]
     counters: Tensor  # [rows], programs done
-    best: Tensor  # [rows, blocks], greatest scaled logit
-    weights: Tensor  # [rows, blocks], sum of weights relative to the best
-    lowest: Tensor  # [rows, blocks], least scaled logit
-    scores: Tensor  # [rows, blocks of PLAIN_BLOCK], of the race
-    places: Tensor  # [rows, blocks of PLAIN_BLOCK], first id of the group with that score
-    marks: Tensor  # [rows, MARKS], of the row
-    mark_weights: Tensor  # [rows, blocks, MARKS], of the ids at or over each mark
-    mark_counts: Tensor  # [rows, blocks, MARKS]
-    list_values: Tensor  # [rows, list room], of the row
-    list_ids: Tensor  # [rows, list room], of the row
+    scores: Tensor  # [rows, blocks], of the race
+    places: Tensor  # [rows, blocks], first id of the group with that score
 
 
 def make_scratch(rows: int, vocab: int, device: torch.device, list_room: int = LIST_ROOM) -> SamplingScratch:
     """Memory for draws of up to `rows` rows."""
-    blocks, plain_blocks = triton.cdiv(vocab, BLOCK.value), triton.cdiv(vocab, PLAIN_BLOCK.value)
+    spans, blocks = triton.cdiv(vocab, SPAN.value), triton.cdiv(vocab, BLOCK.value)
 
     def floats(*shape: int) -> Tensor:
         return torch.empty((rows, *shape), dtype=torch.float32, device=device)
@@ -72,11 +55,24 @@ def make_scratch(rows: int, vocab: int, device: torch.device, list_room: int = L
         return torch.zeros((rows, *shape), dtype=torch.int32, device=device)
 
     return SamplingScratch(
-        floats=floats(FIELDS.value), ints=ints(FIELDS.value), counters=ints(), best=floats(blocks),
-        weights=floats(blocks), lowest=floats(blocks), scores=floats(plain_blocks), places=ints(plain_blocks),
-        marks=floats(MARKS.value), mark_weights=floats(blocks, MARKS.value), mark_counts=ints(blocks, MARKS.value),
-        list_values=floats(list_room), list_ids=ints(list_room),
+        tops=floats(), totals=floats(), lows=floats(), is_open=ints(), bests=floats(spans), weights=floats(spans),
+        spans=ints(spans), list_values=floats(list_room), list_ids=ints(list_room), counters=ints(),
+        scores=floats(blocks), places=ints(blocks),
     )  # fmt: skip
+
+
+# What several kernels call may name no constant: a kernel's key in Triton's cache would depend on which is used first.
+@triton.jit
+def rules_of(columns, slot, VOCAB: tl.constexpr):
+    """A slot's k and p (VOCAB and 1: all; so if greedy), and by how much a logit may be less than the greatest."""
+    is_greedy = tl.load(columns.is_greedy + slot) != 0
+    k = tl.load(columns.top_k + slot).to(tl.int32)
+    k = tl.where((k <= 0) | (k > VOCAB) | is_greedy, VOCAB, k)
+    p = tl.where(is_greedy, 1.0, tl.load(columns.top_p + slot))
+    # The numbers of the race lie between 2 ** -32 and 17, or are infinite; so an id whose scaled logit is 25.1 below
+    # the greatest never wins, and ids further down than 32 need no place in the order.
+    reach = tl.minimum(-tl.log(tl.maximum(tl.load(columns.min_p + slot), 1e-30)), 32.0)
+    return k, p, tl.where(is_greedy, 0.0, reach)
 
 
 @triton.jit
@@ -86,9 +82,8 @@ def row_logits(logits, at, VOCAB: tl.constexpr):
 
 
 @triton.jit
-def scaled_logits(logits, at, VOCAB: tl.constexpr, temperature):
-    """`row_logits` over the temperature, rounded as torch rounds."""
-    value = row_logits(logits, at, VOCAB)
+def over_temperature(value, temperature):
+    """Logits over the temperature, rounded as torch rounds."""
     return tl.div_rn(value, tl.zeros_like(value) + temperature) + 0.0  # -0.0 becomes 0.0: one key, one value
 
 
@@ -100,3 +95,10 @@ def is_last_program(counter, programs):
     if is_last:
         tl.store(counter, 0)
     return is_last
+
+
+@triton.jit
+def store_token(token, row, slot, out_ids, last_tokens):
+    """Write a row's token; padding rows share a slot, whose last token nobody reads."""
+    tl.store(out_ids + row, token.to(out_ids.dtype.element_ty))
+    tl.store(last_tokens + slot, token.to(last_tokens.dtype.element_ty))

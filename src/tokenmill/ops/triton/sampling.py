@@ -11,115 +11,68 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenmill.ops.triton.filters import REACH, find_bounds, set_marks
+from tokenmill.ops.triton.filters import filter_kernel, summarise_kernel
 from tokenmill.ops.triton.launch import pdl_options, start_and_wait
 from tokenmill.ops.triton.noise import LOG2E, log2_exponential, row_key
 from tokenmill.ops.triton.rows import (
     BLOCK,
-    BOUND,
-    FIELDS,
     GROUP,
-    LAST_ID,
-    MARKS,
-    PLAIN_BLOCK,
-    TOP,
-    TOTAL,
+    SPAN,
     SamplingColumns,
     SamplingScratch,
     is_last_program,
+    over_temperature,
     row_logits,
-    scaled_logits,
+    rules_of,
+    store_token,
 )
 
 PROGRAMS = 2048  # as many as keep a GPU busy
-
-
-@triton.jit(do_not_specialize_on_alignment=["slots"])
-def _summarise_kernel(logits, slots, columns, scratch, stride, VOCAB: tl.constexpr, PDL: tl.constexpr):
-    start_and_wait(PDL)
-    columns, scratch = SamplingColumns(*columns), SamplingScratch(*scratch)
-    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    blocks = tl.num_programs(0)
-    degree = tl.load(columns.temperature + tl.load(slots + row))
-    value = scaled_logits(logits + row * stride, block * BLOCK + tl.arange(0, BLOCK), VOCAB, degree)  # [BLOCK]
-    top = tl.max(value, 0)
-    own = row * blocks + block
-    tl.store(scratch.best + own, top)
-    # A block of forbidden ids only has no top to subtract.
-    tl.store(scratch.weights + own, tl.sum(tl.exp(value - tl.maximum(top, -1e30)), 0))
-    tl.store(scratch.lowest + own, tl.min(tl.where(value > float("-inf"), value, float("inf")), 0))
-    if is_last_program(scratch.counters + row, blocks):
-        each = tl.arange(0, triton.next_power_of_2(triton.cdiv(VOCAB, BLOCK)))
-        is_block = each < blocks
-        at = row * blocks + each
-        tops = tl.load(scratch.best + at, mask=is_block, other=float("-inf"), cache_modifier=".cg")
-        top = tl.max(tops, 0)
-        floats = scratch.floats + row * FIELDS
-        weight = tl.load(scratch.weights + at, mask=is_block, other=0.0, cache_modifier=".cg")
-        low = tl.min(tl.load(scratch.lowest + at, mask=is_block, other=float("inf"), cache_modifier=".cg"), 0)
-        tl.store(floats + TOP, top)
-        tl.store(floats + TOTAL, tl.sum(weight * tl.exp(tops - tl.maximum(top, -1e30)), 0))
-        tl.store(floats + BOUND, float("-inf"))
-        tl.store(scratch.ints + row * FIELDS + LAST_ID, VOCAB)
-        set_marks(scratch.marks + row * MARKS, top, tl.maximum(low, top - REACH))
+SPANS = 64  # of a program that summarises
 
 
 @triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=["slots", "positions"])
 def _race_kernel(
-    logits,
-    slots,
-    columns,
-    scratch,
-    stride,
-    positions,
-    out_ids,
-    last_tokens,
-    blocks,
-    VOCAB: tl.constexpr,
-    HAS_FILTERS: tl.constexpr,
-    IS_INTERPRETED: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    logits, slots, columns, scratch, stride, positions, out_ids, last_tokens, blocks,
+    VOCAB: tl.constexpr, HAS_FILTERS: tl.constexpr, IS_INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     start_and_wait(PDL)
     columns, scratch = SamplingColumns(*columns), SamplingScratch(*scratch)
     program, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     programs = tl.num_programs(0)
-    slot = tl.load(slots + row)
-    low, high = row_key(tl.load(columns.seed + slot), tl.load(positions + row).to(tl.int64) + 1)
-    least, bound, last = 0.0, 0.0, 0
+    is_open = True
     if HAS_FILTERS:
-        floats = scratch.floats + row * FIELDS
-        share = tl.load(columns.min_p + slot)
-        least = tl.load(floats + TOP) + tl.where(share > 0.0, tl.log(tl.maximum(share, 1e-30)), -REACH)
-        bound, last = tl.load(floats + BOUND), tl.load(scratch.ints + row * FIELDS + LAST_ID)
-        # The one block that this program has is passed over if none of its ids is kept.
-        blocks = tl.where(tl.load(scratch.best + row * programs + program) >= tl.maximum(least, bound), 1, 0)
-    is_greedy, temperature = tl.load(columns.is_greedy + slot) != 0, tl.load(columns.temperature + slot)
-    race = (logits + row * stride, is_greedy, temperature, low, high, least, bound, last)
-    SIZE: tl.constexpr = BLOCK if HAS_FILTERS else PLAIN_BLOCK
-    tops = tl.full([SIZE // GROUP], float("-inf"), tl.float32)
-    places = tl.zeros([SIZE // GROUP], tl.int32)
-    for block in range(program * blocks, program * blocks + blocks):
-        first = block * SIZE
-        score = _scores(race, first, SIZE, VOCAB, HAS_FILTERS, IS_INTERPRETED)
-        top = tl.max(tl.reshape(score, [SIZE // GROUP, GROUP]), 1)
-        places = tl.where(top > tops, first + tl.arange(0, SIZE // GROUP) * GROUP, places)
-        tops = tl.maximum(top, tops)
-    top = tl.max(tops, 0)
-    own = row * programs + program
-    tl.store(scratch.scores + own, top)
-    tl.store(scratch.places + own, tl.min(tl.where(tops == top, places, VOCAB - 1), 0))
-    if is_last_program(scratch.counters + row, programs):
-        each = tl.arange(0, triton.next_power_of_2(triton.cdiv(VOCAB, SIZE)))
-        at = scratch.scores + row * programs + each
-        found = tl.load(at, mask=each < programs, other=float("-inf"), cache_modifier=".cg")
-        _, winner = tl.max(found, 0, return_indices=True)
-        first = tl.load(scratch.places + row * programs + winner, cache_modifier=".cg")
-        _, place = tl.max(_scores(race, first, GROUP, VOCAB, HAS_FILTERS, IS_INTERPRETED), 0, return_indices=True)
-        token = tl.minimum(first + place, VOCAB - 1)  # also where no score is a number
-        tl.store(out_ids + row, token.to(out_ids.dtype.element_ty))
-        # Padding rows share a slot, whose last token nobody reads.
-        tl.store(last_tokens + slot, token.to(last_tokens.dtype.element_ty))
+        is_open = tl.load(scratch.is_open + row) != 0
+    if is_open:
+        slot = tl.load(slots + row)
+        low, high = row_key(tl.load(columns.seed + slot), tl.load(positions + row).to(tl.int64) + 1)
+        least = 0.0
+        if HAS_FILTERS:
+            _, _, reach = rules_of(columns, slot, VOCAB)
+            least = tl.maximum(tl.load(scratch.lows + row), tl.load(scratch.tops + row) - reach)
+        is_greedy, temperature = tl.load(columns.is_greedy + slot) != 0, tl.load(columns.temperature + slot)
+        race = (logits + row * stride, is_greedy, temperature, low, high, least)
+        tops = tl.full([BLOCK // GROUP], float("-inf"), tl.float32)
+        places = tl.zeros([BLOCK // GROUP], tl.int32)
+        for block in range(program * blocks, program * blocks + blocks):
+            first = block * BLOCK
+            score = _scores(race, first, BLOCK, VOCAB, HAS_FILTERS, IS_INTERPRETED)
+            best = tl.max(tl.reshape(score, [BLOCK // GROUP, GROUP]), 1)
+            places = tl.where(best > tops, first + tl.arange(0, BLOCK // GROUP) * GROUP, places)
+            tops = tl.maximum(best, tops)
+        best = tl.max(tops, 0)
+        own = row * programs + program
+        tl.store(scratch.scores + own, best)
+        tl.store(scratch.places + own, tl.min(tl.where(tops == best, places, VOCAB - 1), 0))
+        if is_last_program(scratch.counters + row, programs):
+            each = tl.arange(0, triton.next_power_of_2(triton.cdiv(VOCAB, BLOCK)))
+            at = scratch.scores + row * programs + each
+            found = tl.load(at, mask=each < programs, other=float("-inf"), cache_modifier=".cg")
+            _, winner = tl.max(found, 0, return_indices=True)
+            first = tl.load(scratch.places + row * programs + winner, cache_modifier=".cg")
+            _, place = tl.max(_scores(race, first, GROUP, VOCAB, HAS_FILTERS, IS_INTERPRETED), 0, return_indices=True)
+            token = tl.minimum(first + place, VOCAB - 1)  # also where no score is a number
+            store_token(token, row, slot, out_ids, last_tokens)
 
 
 @triton.jit
@@ -127,18 +80,16 @@ def _scores(
     race, first, SIZE: tl.constexpr, VOCAB: tl.constexpr, HAS_FILTERS: tl.constexpr, IS_INTERPRETED: tl.constexpr
 ):
     """The scores of SIZE ids from `first`, of which the greatest wins; -inf if not kept."""
-    logits, is_greedy, temperature, low, high, least, bound, last = race
+    logits, is_greedy, temperature, low, high, least = race
     at = first + tl.arange(0, SIZE)
+    score = row_logits(logits, at, VOCAB)
+    factor = LOG2E / temperature
     if HAS_FILTERS:
-        value = scaled_logits(logits, at, VOCAB, temperature)
-        is_kept = (value >= least) & ((value > bound) | ((value == bound) & (at <= last)))
-        score = tl.where(is_kept, value, float("-inf"))
+        value = over_temperature(score, temperature)
+        score = tl.where(value >= least, value, float("-inf"))
         factor = LOG2E
-    else:
-        score = row_logits(logits, at, VOCAB)
-        factor = LOG2E / temperature
     if not is_greedy:
-        score = score * factor - log2_exponential(low, high, first, SIZE, IS_INTERPRETED)
+        score = score * factor - log2_exponential(low, high, at, IS_INTERPRETED)
     return score
 
 
@@ -174,15 +125,17 @@ def sample_rows(
     if not rows:
         return
     has_filters = has_filters and vocab > 1  # the compiler fails at loops over a single id
-    blocks = triton.cdiv(vocab, (BLOCK if has_filters else PLAIN_BLOCK).value)
     shape = {"VOCAB": vocab, "PDL": pdl, **pdl_options(pdl)}
+    drawing = {**shape, "IS_INTERPRETED": logits.is_cpu}
     row_args = (logits, slots, tuple(columns), tuple(scratch), logits.stride(0))
-    each = min(max(rows * blocks // PROGRAMS, 1), 8)
+    all_args = (*row_args, positions, out_ids, last_tokens)
+    room = scratch.list_ids.shape[1]
     if has_filters:
-        each = 1
-        _summarise_kernel[(blocks, rows)](*row_args, num_warps=4, **shape)
-        find_bounds(row_args, scratch, shape)
-    _race_kernel[(triton.cdiv(blocks, each), rows)](
-        *row_args, positions, out_ids, last_tokens, each,
-        HAS_FILTERS=has_filters, IS_INTERPRETED=logits.is_cpu, num_warps=4, **shape,
-    )  # fmt: skip
+        grid = (triton.cdiv(vocab, SPANS * SPAN.value), rows)
+        summarise_kernel[grid](*row_args, SPANS=SPANS, num_warps=4, **shape)
+        filter_kernel[(rows,)](*all_args, ROOM=room, IS_LIST=True, num_warps=8, **drawing)
+    blocks = triton.cdiv(vocab, BLOCK.value)
+    each = min(max(rows * blocks // PROGRAMS, 1), 8)
+    _race_kernel[(triton.cdiv(blocks, each), rows)](*all_args, each, HAS_FILTERS=has_filters, num_warps=4, **drawing)
+    if has_filters:
+        filter_kernel[(rows,)](*all_args, ROOM=room, IS_LIST=False, num_warps=16, **drawing)
