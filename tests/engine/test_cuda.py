@@ -150,11 +150,11 @@ def test_logprobs_and_penalties_are_the_cpus_and_launching_waits_for_neither(tin
         "max_tokens": 20,
         "ignore_eos": True,
         "logprobs": 3,
-        "allowed_token_ids": range(4, 250),
+        "allowed_token_ids": [*range(4, 250)],
     }
     penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2}
     params = SamplingParams(
-        bad_words=[[9, 9], [8]], allowed_token_ids=[*range(4, 250)], prompt_logprobs=2, **options, **penalties
+        bad_words=[[9, 9], [8]], prompt_logprobs=2, **options, **penalties
     )
     with LLM(tiny, device="cpu", dtype="float32") as llm:
         expected = llm.generate(PROMPTS, params, progress=False)
