@@ -153,12 +153,12 @@ def test_logprobs_and_penalties_are_the_cpus_and_launching_waits_for_neither(tin
         "allowed_token_ids": [*range(4, 250)],
     }
     penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2}
-    params = SamplingParams(
-        bad_words=[[9, 9], [8]], prompt_logprobs=2, **options, **penalties
-    )
+    params = SamplingParams(bad_words=[[9, 9], [8]], prompt_logprobs=2, **options, **penalties)
     with LLM(tiny, device="cpu", dtype="float32") as llm:
         expected = llm.generate(PROMPTS, params, progress=False)
     found = ready.generate(PROMPTS, params, progress=False)
+    while ready._engine.prepare():
+        pass
     with no_waiting():
         assert ready.generate(PROMPTS, params, progress=False)[0].choices[0].token_ids == found[0].choices[0].token_ids
     for ours, theirs in zip(found, expected, strict=True):
