@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.server.site import Site, user
-from tests.server.speaking import GOOD, OTHER, SAID, Speaking
+from tests.server.speaking import GOOD, OTHER, SAID, Speaking, written
 from tokenmill.errors import InvalidRequest
 from tokenmill.server.messages import parse_messages
 from tokenmill.server.messages_fields import MESSAGE_ERROR, MESSAGE_RESPONSE
@@ -64,6 +64,12 @@ def test_blocks_become_messages() -> None:
         {"role": "tool", "tool_call_id": "2", "content": "Error: no"},
         {"role": "user", "content": [{"type": "text", "text": "and?"}]},
     ]
+
+
+def test_messages_that_follow_each_other_stay_apart() -> None:
+    text = {"type": "text", "text": "x"}
+    two = [{"role": "user", "content": [text]}] * 2
+    assert prompt_of(parse(messages=two)).messages == two
 
 
 def test_a_last_message_of_the_assistant_goes_on() -> None:
@@ -165,6 +171,13 @@ def test_the_events_of_a_stream() -> None:
 def test_why_answers_end(text: str, fields: dict[str, Any], stop: tuple[str, Any]) -> None:
     answer = Speaking().answer(PATH, messages=user(text), max_tokens=5, **fields)
     assert (answer["stop_reason"], answer["stop_sequence"]) == stop
+
+
+def test_what_is_cut_behind_a_call_says_so() -> None:
+    call = written("hermes", GOOD)
+    for length, reason in ((len(call) + 1, "tool_use"), (len(call), "max_tokens")):
+        answer = Speaking().answer(PATH, messages=user(f"{call}."), max_tokens=length, tools=[ADD])
+        assert (answer["content"][0]["type"], answer["stop_reason"]) == ("tool_use", reason)
 
 
 def test_errors_are_of_anthropics_shape() -> None:

@@ -171,3 +171,9 @@ def test_calls_after_thoughts() -> None:
     parts = read(Dialect("hermes", "think"), f"<think>I could <tool_call>.</think>\n\n{HERMES}")
     assert parts == [("reasoning", "I could <tool_call>.", 0), *call(0, "f", ADD)]
     assert json.loads(ADD)["b"] == 'q"}{é'
+
+
+def test_what_is_too_long_for_a_name_is_content_at_once() -> None:
+    reader = ToolReader(TOOL_STYLES["mistral"], NAMES)
+    said = "[TOOL_CALLS]" + "so " * 100
+    assert merged(reader.push(said)) == content(said.rstrip())

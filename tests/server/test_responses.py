@@ -139,6 +139,7 @@ def test_a_whole_answer() -> None:
     answer = Speaking().answer(PATH, input=SAID, tools=[ADD, PING], metadata={"a": "b"}, temperature=0.5)
     check(answer, RESPONSE.schema, "response")
     assert answer["id"].startswith("resp_")
+    assert answer["completed_at"] >= answer["created_at"]
     assert (answer["status"], answer["metadata"], answer["temperature"]) == ("completed", {"a": "b"}, 0.5)
     thought, said, *calls = answer["output"]
     assert thought["content"] == [{"type": "reasoning_text", "text": "Hm"}]
@@ -176,6 +177,7 @@ def test_the_events_of_a_stream() -> None:
 
 def test_answers_that_do_not_end_by_themselves() -> None:
     cut = Speaking().answer(PATH, input="abc", max_output_tokens=5)
+    assert cut["completed_at"] is None
     assert (cut["status"], cut["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert (cut["output"][0]["status"], cut["output"][0]["content"][0]["text"]) == ("incomplete", "abcab")
     late = Speaking().answer(PATH, input="SLOW", timeout=5)

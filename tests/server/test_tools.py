@@ -126,6 +126,14 @@ def test_grammars_hold_calls_to_what_was_asked(style: str) -> None:
         assert [text for text in allowed if not allows(made, text)] == []
         assert [text for text in refused if allows(made, text)] == []
     assert grammar("auto") is grammar("none") is None
+    own = {"type": "function", "function": {"name": "f", "parameters": {"x-guidance": {"item_separator": ";"}}}}
+    assert '"item_separator": ";"' in (grammar("required", [own]) or "")
+
+
+def test_a_list_of_calls_comes_once() -> None:
+    strict, call = tool_use(Dialect("mistral"), [STRICT], None).grammar, written("mistral", GOOD)
+    assert allows(strict, f"So {call}")
+    assert not allows(strict, f"{call}{call}")
 
 
 def test_tags_that_are_special_tokens_are_named_by_id() -> None:

@@ -101,6 +101,7 @@ def test_a_vocabulary_that_decodes_only_in_lists() -> None:
     assert tokenizer.token_bytes is None
     vocabulary = Vocabulary.of(tokenizer, 8)
     assert vocabulary.texts == [b" [UNK]", b" the", b" cat", b"s", b" sat", b" ,", b" b", b"", b"<end>"]
+    assert vocabulary.end_ids == [8]
     walk = Walk(vocabulary, regex=" the cats? sat")
     assert walk.texts() == {b" the"}
     assert walk.matcher.consume_tokens([1, 2])

@@ -129,16 +129,19 @@ def test_what_was_asked_for_last_is_kept_and_failures_for_a_while(monkeypatch: p
     assert len(calls) == MAX_KEPT + 1
     assert compiled.start(ask[-1]).result() == MAX_KEPT + 1
     assert compiled.start(ask[0]).result() == MAX_KEPT + 2
+    assert compiled.start(ask[2]).result() == 3  # and so kept longer than what came after it
+    compiled.start(StructuredOutputs(regex="new")).result()
+    assert compiled.start(ask[2]).result() == 3
     failing = StructuredOutputs(regex="fail")
-    for seconds, num_calls in ((30.0, 3), (30.0, 3), (-1.0, 4)):
+    for seconds, num_calls in ((30.0, 4), (30.0, 4), (-1.0, 5)):
         monkeypatch.setattr(grammar, "FAILURE_SECONDS", seconds)
         with pytest.raises(OSError, match="gone"):
             compiled.start(failing).result()
         assert len(calls) == MAX_KEPT + num_calls
     compiled.start(ask[0]).result()
-    assert len(calls) == MAX_KEPT + 4
+    assert len(calls) == MAX_KEPT + 5
     monkeypatch.setattr(grammar, "MAX_KEPT_SIZE", 100)
     for wanted in (ask[0], ask[1], StructuredOutputs(regex="x" * 70), ask[1]):
         compiled.start(wanted).result()
-    assert len(calls) == MAX_KEPT + 7
+    assert len(calls) == MAX_KEPT + 8
     compiled.close()

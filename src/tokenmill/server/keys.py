@@ -24,7 +24,7 @@ class Keys:
     """The keys that open the server; without any it is open to all."""
 
     def __init__(self, keys: Iterable[str] = ()) -> None:
-        self._digests = [_digest(key.encode()) for key in dict.fromkeys(keys)]
+        self._digests = [_digest(key.encode()) for key in keys]
 
     def holder(self, shown: Sequence[str | None]) -> str:
         """A name for the key among those `shown` in headers, which tells nothing of it; "" where none is asked for.

@@ -185,8 +185,6 @@ class ToolReader:
             letter = yield from self._next()
             if key == "name" and letter == '"':
                 self._name = yield from self._string()
-                if self._arguments:
-                    self._open()
             elif key in ARGUMENTS:
                 yield from self._call_arguments(letter)
             else:
