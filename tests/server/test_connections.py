@@ -56,7 +56,8 @@ def talk(
                 await asyncio.sleep(0)
             if prompt_end:
                 writer.write_eof()
-            data: bytes = await reader.read()
+            async with asyncio.timeout(30):  # far less than a connection is kept open
+                data: bytes = await reader.read()
             writer.close()
             await until(lambda: site.engine.client.open_entries == 0)
             return data
@@ -86,6 +87,7 @@ def refusal(answer: tuple[int, dict[str, str], bytes]) -> tuple[int, str]:
         (HEAD + b"X-Long: " + b"a" * 1000 + b"\r\n\r\n",),
         (HEAD + b"X-Endless: ", b"a" * 600, b"a" * 600),
         (b"GET /" + b"a" * 600, b"a" * 600),
+        (b"GET /", *[b"a" * 100_000] * 50),  # the answer must reach those that send on
         (b"GET /" + b"a" * 1001 + b" HTTP/1.1\r\n\r\n",),
         (HEAD, *[b"X-%d: %s\r\n" % (i, b"a" * 300) for i in range(5)]),
     ],
@@ -144,6 +146,55 @@ def test_what_comes_at_a_good_pace_may_take_longer() -> None:
             return data
 
     assert asyncio.run(run()).startswith(b"HTTP/1.1 413")
+
+
+def test_the_body_of_a_server_that_does_not_read_has_time() -> None:
+    async def run() -> bytes:
+        site, looked = Site(), asyncio.Event()
+
+        class Paused(LimitedConnection):
+            def _look(self) -> None:
+                self.flow.pause_reading()
+                super()._look()
+                self.flow.resume_reading()
+                self._stop_waiting()
+                looked.set()
+
+        async with listening(site, replace(LIMITS, body_timeout=0.001), kind=Paused) as connect:
+            reader, writer = await connect()
+            writer.write(HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY[:-1])
+            await looked.wait()
+            writer.write(BODY[-1:])
+            data: bytes = await reader.read()
+            writer.close()
+            return data
+
+    assert asyncio.run(run()).startswith(b"HTTP/1.1 200")
+
+
+def test_heads_of_one_connection_are_counted_apart() -> None:
+    request = HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
+
+    async def run() -> bytes:
+        site, came = Site(), asyncio.Event()
+
+        class Watched(LimitedConnection):
+            def data_received(self, data: bytes) -> None:
+                super().data_received(data)
+                came.set()
+
+        async with listening(site, LIMITS, kind=Watched) as connect:
+            reader, writer = await connect()
+            for piece in (*[request] * 9, b"GET /health HTTP/1.1\r\n", b"Connection: close\r\n\r\n"):
+                came.clear()
+                writer.write(piece)
+                await came.wait()
+            data: bytes = await reader.read()
+            writer.close()
+            return data
+
+    data = asyncio.run(run())
+    assert (data.count(b'"text":"ab"'), data.count(b'"status":"ok"')) == (9, 1)
 
 
 def test_a_connection_without_requests_is_closed_and_one_with_goes_on() -> None:

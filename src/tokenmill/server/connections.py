@@ -164,7 +164,7 @@ class LimitedConnection(HttpToolsProtocol):
         Closing with bytes unread would reset the connection, and take the answer away from a client that still sends.
         """
         self._stop_waiting()
-        if self._is_refused or self.transport.is_closing():
+        if self.transport.is_closing():
             return
         self._is_refused = True
         cycle = self.cycle
