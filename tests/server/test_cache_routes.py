@@ -8,6 +8,9 @@ import pytest
 
 from tests.server.fakes import TREE
 from tests.server.site import Site, error_of, user
+from tokenmill.errors import InvalidRequest
+from tokenmill.server.cache_routes import parse_cache_call
+from tokenmill.wire.messages import CacheCall, CacheVerb, ChatPrompt
 
 CACHE = "/v1/cache"
 
@@ -53,3 +56,34 @@ def test_bad_questions_to_the_prefix_cache(site: Site, verb: str, fields: dict[s
 def test_bad_queries_for_the_tree(site: Site, query: str) -> None:
     response = site.request("GET", f"{CACHE}/tree?{query}")
     assert (response.status_code, error_of(response)["param"]) == (400, query.partition("=")[0])
+
+
+def test_what_the_prefix_cache_is_asked() -> None:
+    salted = CacheCall(verb="probe", salt="s")
+    assert parse_cache_call({"prompt": [1, 2], "cache_salt": "s"}, "probe") == (salted, [1, 2])
+    pin = parse_cache_call({"messages": user("Hi"), "add_generation_prompt": False, "ttl": 0.5}, "pin")
+    assert pin == (CacheCall(verb="pin", ttl=500), ChatPrompt(messages=user("Hi"), add_generation_prompt=False))
+    assert parse_cache_call({}, "flush") == (CacheCall(verb="flush"), None)
+    flush = CacheCall(verb="flush", salt="s", with_pins=True)
+    assert parse_cache_call({"cache_salt": "s", "with_pins": True}, "flush") == (flush, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "verb", "param"),
+    [
+        ({}, "probe", "prompt"),
+        ({"prompt": ["a", "b"]}, "probe", "prompt"),
+        ({"prompt": "a", "messages": user("Hi")}, "probe", "prompt"),
+        ({"prompt": "a", "ttl": 5}, "probe", "ttl"),
+        ({"prompt": "a"}, "pin", "ttl"),
+        ({"prompt": "a", "ttl": 0}, "pin", "ttl"),
+        ({"prompt": "a", "ttl": 10**8}, "pin", "ttl"),
+        ({"prompt": "a", "cache_salt": ""}, "probe", "cache_salt"),
+        ({"prompt": "a", "max_tokens": 5}, "probe", "max_tokens"),
+    ],
+)
+def test_wrong_questions_to_the_prefix_cache(fields: dict[str, Any], verb: CacheVerb, param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_cache_call(fields, verb)
+    assert caught.value.param == param
+    assert param in caught.value.message

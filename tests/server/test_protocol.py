@@ -11,12 +11,11 @@ from tokenmill.errors import InvalidRequest, UnsupportedField
 from tokenmill.server.protocol import (
     GenerationRequest,
     decode_body,
-    parse_cache_call,
     parse_chat,
     parse_completion,
 )
-from tokenmill.types import SamplingParams, Scheduling, StructuredOutputs
-from tokenmill.wire.messages import CacheCall, CacheVerb, ChatPrompt
+from tokenmill.types import SamplingParams, Scheduling
+from tokenmill.wire.messages import ChatPrompt
 
 USER = {"role": "user", "content": "Hi"}
 
@@ -282,37 +281,6 @@ def test_what_the_queue_looks_at() -> None:
     assert completion().scheduling == Scheduling()
 
 
-def test_what_the_prefix_cache_is_asked() -> None:
-    salted = CacheCall(verb="probe", salt="s")
-    assert parse_cache_call({"prompt": [1, 2], "cache_salt": "s"}, "probe") == (salted, [1, 2])
-    pin = parse_cache_call({"messages": [USER], "add_generation_prompt": False, "ttl": 0.5}, "pin")
-    assert pin == (CacheCall(verb="pin", ttl=500), ChatPrompt(messages=[USER], add_generation_prompt=False))
-    assert parse_cache_call({}, "flush") == (CacheCall(verb="flush"), None)
-    flush = CacheCall(verb="flush", salt="s", with_pins=True)
-    assert parse_cache_call({"cache_salt": "s", "with_pins": True}, "flush") == (flush, None)
-
-
-@pytest.mark.parametrize(
-    ("fields", "verb", "param"),
-    [
-        ({}, "probe", "prompt"),
-        ({"prompt": ["a", "b"]}, "probe", "prompt"),
-        ({"prompt": "a", "messages": [USER]}, "probe", "prompt"),
-        ({"prompt": "a", "ttl": 5}, "probe", "ttl"),
-        ({"prompt": "a"}, "pin", "ttl"),
-        ({"prompt": "a", "ttl": 0}, "pin", "ttl"),
-        ({"prompt": "a", "ttl": 10**8}, "pin", "ttl"),
-        ({"prompt": "a", "cache_salt": ""}, "probe", "cache_salt"),
-        ({"prompt": "a", "max_tokens": 5}, "probe", "max_tokens"),
-    ],
-)
-def test_wrong_questions_to_the_prefix_cache(fields: dict[str, Any], verb: CacheVerb, param: str) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        parse_cache_call(fields, verb)
-    assert caught.value.param == param
-    assert param in caught.value.message
-
-
 def test_lengths_that_are_left_out() -> None:
     assert completion().params.max_tokens == 16
     assert completion(max_tokens=None).params.max_tokens == 16
@@ -402,68 +370,3 @@ def test_template_values_that_cannot_cross_to_another_process_are_refused(value:
     with pytest.raises(InvalidRequest) as caught:
         chat(chat_template_kwargs={"x": value})
     assert caught.value.param == "chat_template_kwargs"
-
-
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 10**30}}}
-
-
-@pytest.mark.parametrize(
-    ("fields", "wanted"),
-    [
-        ({"response_format": {"type": "text"}}, None),
-        ({"response_format": None, "structured_outputs": None}, None),
-        ({"response_format": {"type": "json_object"}}, {"json_object": True, "param": "response_format"}),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "t", "schema": SCHEMA}}},
-            {"json": json.dumps(SCHEMA), "strict": False, "param": "response_format"},
-        ),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA, "strict": True}}},
-            {"json": json.dumps(SCHEMA), "param": "response_format"},
-        ),
-        ({"structured_outputs": {"json": SCHEMA, "regex": None}}, {"json": json.dumps(SCHEMA)}),
-        ({"structured_outputs": {"json": "{}"}}, {"json": "{}"}),
-        ({"structured_outputs": {"regex": "a+"}, "response_format": {"type": "text"}}, {"regex": "a+"}),
-        ({"structured_outputs": {"choice": ["a", "b"]}}, {"choice": ["a", "b"]}),
-        ({"structured_outputs": {"json_object": True, "disable_any_whitespace": True}},
-         {"json_object": True, "disable_any_whitespace": True}),
-    ],
-)  # fmt: skip
-def test_what_the_output_must_be(fields: dict[str, Any], wanted: dict[str, Any] | None) -> None:
-    for parse in (completion, chat):
-        params = parse(**fields).params
-        assert params.structured_outputs == (wanted and StructuredOutputs(**wanted))
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"response_format": "json"}, "response_format"),
-        ({"response_format": {"type": "xml"}}, "response_format.type"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "t"}}},
-            "response_format.json_schema.schema",
-        ),
-        ({"response_format": {"type": "json_object", "indent": 2}}, "response_format.indent"),
-        ({"structured_outputs": {}}, "structured_outputs"),
-        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
-        ({"structured_outputs": {"json_object": False}}, "structured_outputs"),
-        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
-        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
-    ],
-)
-def test_what_cannot_be_an_output_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
-    for parse in (completion, chat):
-        with pytest.raises(InvalidRequest) as caught:
-            parse(**fields)
-        assert caught.value.param == param
-
-
-def test_large_grammars_are_for_few_answers() -> None:
-    large = {"structured_outputs": {"regex": "a" * 200_000}}
-    assert completion(prompt=["x"] * 8, n=8, **large).params.structured_outputs is not None
-    for many in ({"prompt": ["x"] * 128}, {"n": 128}, {"prompt": ["x"] * 16, "n": 8}):
-        with pytest.raises(InvalidRequest, match="send several requests") as caught:
-            completion(**many, **large)
-        assert caught.value.param == "structured_outputs"

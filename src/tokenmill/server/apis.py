@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenmill.server.embeddings import EmbeddingShape
+from tokenmill.server.embeddings import EmbeddingShape, parse_embedding
 from tokenmill.server.fields import (
     CHAT,
     CHAT_CHUNK,
@@ -18,14 +18,11 @@ from tokenmill.server.fields import (
     EMBEDDING,
     EMBEDDING_RESPONSE,
     ERROR,
-    FLUSH,
-    PIN,
-    PROBE,
     TOKENIZE,
 )
 from tokenmill.server.messages import MessagesShape, parse_count, parse_messages
 from tokenmill.server.messages_fields import COUNT_RESPONSE, COUNT_TOKENS, MESSAGE_ERROR, MESSAGE_RESPONSE, MESSAGES
-from tokenmill.server.protocol import GenerationRequest, parse_chat, parse_completion, parse_embedding
+from tokenmill.server.protocol import GenerationRequest, parse_chat, parse_completion
 from tokenmill.server.responses import ResponsesShape, parse_responses
 from tokenmill.server.responses_fields import RESPONSE, RESPONSES
 from tokenmill.server.schema import OBJECT, TEXT, Schema, Table, array, full, nullable, one_of, record, whole
@@ -34,7 +31,6 @@ from tokenmill.text.dialect import Dialect
 from tokenmill.wire.messages import Pulse
 
 HELLO = [{"role": "user", "content": "Hello"}]
-PIN_EXAMPLE = {"messages": [{"role": "system", "content": "Be brief."}], "add_generation_prompt": False, "ttl": 600}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +123,10 @@ def _content(schema: dict[str, Any]) -> dict[str, Any]:
     return {"content": {"application/json": {"schema": schema}}}
 
 
-def _body(table: Table, example: Mapping[str, Any], answer: Schema = OBJECT, error: Schema = ERROR) -> dict[str, Any]:
+def described(
+    table: Table, example: Mapping[str, Any], answer: Schema = OBJECT, error: Schema = ERROR
+) -> dict[str, Any]:
+    """A route with a body."""
     body = {"required": True, **_content(table.schema | {"example": example})}
     answers = {"200": _content(answer), "default": {"description": "an error", **_content(error)}}
     return {"requestBody": body, "responses": answers}
@@ -136,25 +135,11 @@ def _body(table: Table, example: Mapping[str, Any], answer: Schema = OBJECT, err
 def api_body(path: str) -> dict[str, Any]:
     """That of one of the APIs."""
     api = APIS[path]
-    body = _body(api.request, api.example, next(iter(api.answers.values())).schema, api.error)
+    body = described(api.request, api.example, next(iter(api.answers.values())).schema, api.error)
     if "stream" in api.request.fields:
         body["responses"]["200"]["content"]["text/event-stream"] = {"schema": EVENT}
     return body
 
 
-PROBE_BODY = _body(PROBE, {"prompt": "The sun is"})
-PIN_BODY = _body(PIN, PIN_EXAMPLE)
-TOKENIZE_BODY = _body(TOKENIZE, {"prompt": "The sun is"}, TOKENS)
-DETOKENIZE_BODY = _body(DETOKENIZE, {"tokens": [504]}, full(prompt=TEXT))
-FLUSH_BODY = _body(FLUSH, {})
-TREE_QUERY = {
-    "responses": {"200": {"content": {"text/plain": {"schema": TEXT}}}},
-    "parameters": [
-        {"name": name, "in": "query", "schema": kind}
-        for name, kind in (
-            ("format", one_of("json", "text")),
-            ("max_nodes", whole(1, 10_000)),
-            ("max_depth", whole(1, 64)),
-        )
-    ],
-}
+TOKENIZE_BODY = described(TOKENIZE, {"prompt": "The sun is"}, TOKENS)
+DETOKENIZE_BODY = described(DETOKENIZE, {"tokens": [504]}, full(prompt=TEXT))

@@ -11,19 +11,34 @@ from starlette.responses import PlainTextResponse, Response
 
 from tokenmill.errors import InvalidRequest
 from tokenmill.sched.dump import as_text
-from tokenmill.server.apis import FLUSH_BODY, PIN_BODY, PROBE_BODY, TREE_QUERY, answers_of
+from tokenmill.server.apis import answers_of, described
 from tokenmill.server.client import EngineClient
 from tokenmill.server.errors import json_response
-from tokenmill.server.protocol import parse_cache_call
+from tokenmill.server.fields import FLUSH, PIN, PROBE
+from tokenmill.server.protocol import Fields, Prompt, prompts_of, template_prompt
+from tokenmill.server.schema import TEXT, Table, one_of, whole
 from tokenmill.wire.messages import CacheCall, CacheVerb
 
 Reader = Callable[[Request], Awaitable[tuple[dict[str, Any], int]]]
 MAX_NODES, MAX_DEPTH = 10_000, 64
-VERBS: Mapping[CacheVerb, tuple[str, dict[str, Any]]] = {
-    "probe": ("What a prompt would find", PROBE_BODY),
-    "pin": ("Keep what is known of a prompt for some time", PIN_BODY),
-    "unpin": ("End the pin of a prompt's longest pinned prefix", PROBE_BODY),
-    "flush": ("Forget what no request uses", FLUSH_BODY),
+PROBE_EXAMPLE = {"prompt": "The sun is"}
+PIN_EXAMPLE = {"messages": [{"role": "system", "content": "Be brief."}], "add_generation_prompt": False, "ttl": 600}
+TREE_QUERY = {
+    "responses": {"200": {"content": {"text/plain": {"schema": TEXT}}}},
+    "parameters": [
+        {"name": name, "in": "query", "schema": kind}
+        for name, kind in (
+            ("format", one_of("json", "text")),
+            ("max_nodes", whole(1, MAX_NODES)),
+            ("max_depth", whole(1, MAX_DEPTH)),
+        )
+    ],
+}
+VERBS: Mapping[CacheVerb, tuple[str, Table, dict[str, Any]]] = {
+    "probe": ("What a prompt would find", PROBE, PROBE_EXAMPLE),
+    "pin": ("Keep what is known of a prompt for some time", PIN, PIN_EXAMPLE),
+    "unpin": ("End the pin of a prompt's longest pinned prefix", PROBE, PROBE_EXAMPLE),
+    "flush": ("Forget what no request uses", FLUSH, {}),
 }
 
 
@@ -51,8 +66,24 @@ def add_cache_routes(router: APIRouter, client: EngineClient, read: Reader, time
         data = await client.ask(call, timeout)
         return PlainTextResponse(as_text(data)) if form == "text" else json_response(data)
 
-    for verb, (summary, schema) in VERBS.items():
-        router.post(f"/v1/cache/{verb}", openapi_extra=schema, summary=summary)(partial(ask, verb))
+    for verb, (summary, table, example) in VERBS.items():
+        router.post(f"/v1/cache/{verb}", openapi_extra=described(table, example), summary=summary)(partial(ask, verb))
+
+
+def parse_cache_call(body: dict[str, Any], verb: CacheVerb) -> tuple[CacheCall, Prompt | None]:
+    """What is asked of the prefix cache, about one prompt or messages unless it is to flush. Raises as `parse_chat`."""
+    fields = Fields(body, VERBS[verb][1])
+    salt, prompt, ttl = fields.take("cache_salt"), None, 0.0
+    if verb != "flush":
+        prompts: list[Prompt] = [template_prompt(fields)] if "messages" in body else prompts_of(fields.raw("prompt"))
+        if len(prompts) != 1:
+            raise InvalidRequest("prompt must be a single one: send several requests", "prompt")
+        prompt = prompts[0]
+    if verb == "pin":
+        ttl = fields.take("ttl")
+    with_pins = verb == "flush" and fields.take("with_pins") is True
+    fields.refuse_rest()
+    return CacheCall(verb=verb, salt=salt, ttl=round(1000 * ttl), with_pins=with_pins), prompt
 
 
 def _number(query: dict[str, str], name: str, default: int, most: int) -> int:

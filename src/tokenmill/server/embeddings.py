@@ -1,16 +1,33 @@
-"""The JSON of embeddings."""
+"""/v1/embeddings: its requests and their answers."""
 
 from __future__ import annotations
 
 import base64
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tokenmill.errors import InvalidRequest
-from tokenmill.server.protocol import VectorForm
+from tokenmill.server.fields import EMBEDDING
+from tokenmill.server.protocol import PLAIN, Fields, GenerationRequest, VectorForm, prompts_of, shared_of
 from tokenmill.server.shapes import Json, Shape
+from tokenmill.text.dialect import Dialect
+from tokenmill.types import SamplingParams
 from tokenmill.wire.messages import TextDelta
+
+
+def parse_embedding(
+    body: dict[str, Any], defaults: Mapping[str, Any], now: int = 0, dialect: Dialect = PLAIN
+) -> GenerationRequest:
+    """A /v1/embeddings request; see `parse_chat`."""
+    fields = Fields(body, EMBEDDING)
+    prompts = prompts_of(fields.raw("input"), "input")
+    vectors = VectorForm(fields.take("dimensions"), fields.take("encoding_format") == "base64")
+    params = SamplingParams(max_tokens=0, temperature=0, pooling=defaults.get("pooling", "last"))
+    return GenerationRequest(
+        prompts=prompts, params=params, vectors=vectors, names={"prompt": "input"}, **shared_of(fields, now)
+    )
 
 
 class EmbeddingShape(Shape):

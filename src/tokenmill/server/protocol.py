@@ -15,12 +15,8 @@ from tokenmill.server.fields import (
     CHAT,
     COMPLETION,
     DETOKENIZE,
-    EMBEDDING,
-    FLUSH,
     MAX_CHOICES_IN_ALL,
     MAX_REQUEST_ID,
-    PIN,
-    PROBE,
     TOKENIZE,
 )
 from tokenmill.server.schema import Table, equals, kind_of
@@ -35,7 +31,7 @@ from tokenmill.types import (
     StructuredOutputs,
     deadline_from,
 )
-from tokenmill.wire.messages import CacheCall, CacheVerb, ChatPrompt, TextCall, pack_ids
+from tokenmill.wire.messages import ChatPrompt, TextCall, pack_ids
 
 Prompt = str | list[int] | ChatPrompt
 
@@ -50,7 +46,6 @@ SAMPLING = tuple(
     for name in SamplingParams.__struct_fields__
     if (row := CHAT.fields.get(name)) and row.status == "honoured" and name not in NOT_BY_NAME
 )
-CACHE_TABLES: Mapping[str, Table] = {"probe": PROBE, "pin": PIN, "unpin": PROBE, "flush": FLUSH}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +103,7 @@ def parse_chat(
     `now` is when it came, in milliseconds: deadlines count from there. `dialect` is the model's. Raises InvalidRequest
     for a field that is missing, wrong, or not honoured (UnsupportedField).
     """
-    fields = _Fields(body, CHAT)
+    fields = Fields(body, CHAT)
     top, has_logprobs = fields.take("top_logprobs"), fields.take("logprobs") is True
     if top and not has_logprobs:
         raise InvalidRequest("top_logprobs is for logprobs: set logprobs to true or leave it out", "top_logprobs")
@@ -135,49 +130,20 @@ def parse_completion(
     body: dict[str, Any], defaults: Mapping[str, Any], now: int = 0, dialect: Dialect = PLAIN
 ) -> GenerationRequest:
     """A /v1/completions request; see `parse_chat`."""
-    fields = _Fields(body, COMPLETION)
-    prompts = _prompts(fields.raw("prompt"))
+    fields = Fields(body, COMPLETION)
+    prompts = prompts_of(fields.raw("prompt"))
     logprobs = fields.take("logprobs")
     logprobs = None if logprobs is False else logprobs
     options: dict[str, Any] = {"echo": fields.take("echo") is True, "logprobs": logprobs}
     return _finish(fields, prompts, defaults, now, COMPLETION_MAX_TOKENS, structured=_structured(fields), **options)
 
 
-def parse_embedding(
-    body: dict[str, Any], defaults: Mapping[str, Any], now: int = 0, dialect: Dialect = PLAIN
-) -> GenerationRequest:
-    """A /v1/embeddings request; see `parse_chat`."""
-    fields = _Fields(body, EMBEDDING)
-    prompts = _prompts(fields.raw("input"), "input")
-    vectors = VectorForm(fields.take("dimensions"), fields.take("encoding_format") == "base64")
-    params = SamplingParams(max_tokens=0, temperature=0, pooling=defaults.get("pooling", "last"))
-    return GenerationRequest(
-        prompts=prompts, params=params, vectors=vectors, names={"prompt": "input"}, **_shared(fields, now)
-    )
-
-
-def parse_cache_call(body: dict[str, Any], verb: CacheVerb) -> tuple[CacheCall, Prompt | None]:
-    """What is asked of the prefix cache, about one prompt or messages unless it is to flush. Raises as `parse_chat`."""
-    fields = _Fields(body, CACHE_TABLES[verb])
-    salt, prompt, ttl = fields.take("cache_salt"), None, 0.0
-    if verb != "flush":
-        prompts: list[Prompt] = [_template_prompt(fields)] if "messages" in body else _prompts(fields.raw("prompt"))
-        if len(prompts) != 1:
-            raise InvalidRequest("prompt must be a single one: send several requests", "prompt")
-        prompt = prompts[0]
-    if verb == "pin":
-        ttl = fields.take("ttl")
-    with_pins = verb == "flush" and fields.take("with_pins") is True
-    fields.refuse_rest()
-    return CacheCall(verb=verb, salt=salt, ttl=round(1000 * ttl), with_pins=with_pins), prompt
-
-
 def parse_tokenize(body: dict[str, Any]) -> tuple[str | None, TextCall, Prompt]:
     """Model, question and prompt of a /tokenize request. Raises as `parse_chat`."""
-    fields = _Fields(body, TOKENIZE)
+    fields = Fields(body, TOKENIZE)
     model, with_strings = fields.take("model"), fields.take("return_token_strs") is True
     add_special_tokens = fields.take("add_special_tokens")
-    prompt: Prompt = _template_prompt(fields) if "messages" in body else fields.take("prompt")
+    prompt: Prompt = template_prompt(fields) if "messages" in body else fields.take("prompt")
     if prompt is None:
         raise InvalidRequest("prompt is missing: give a text, or messages", "prompt")
     if "messages" in body and add_special_tokens:
@@ -189,13 +155,13 @@ def parse_tokenize(body: dict[str, Any]) -> tuple[str | None, TextCall, Prompt]:
 
 def parse_detokenize(body: dict[str, Any]) -> tuple[str | None, TextCall]:
     """Model and question of a /detokenize request. Raises as `parse_chat`."""
-    fields = _Fields(body, DETOKENIZE)
+    fields = Fields(body, DETOKENIZE)
     model, token_ids = fields.take("model"), fields.take("tokens")
     fields.refuse_rest()
     return model, TextCall(token_ids=pack_ids(token_ids))
 
 
-def _chat_prompt(fields: _Fields, tools: Sequence[dict[str, Any]], dialect: Dialect = PLAIN) -> ChatPrompt:
+def _chat_prompt(fields: Fields, tools: Sequence[dict[str, Any]], dialect: Dialect = PLAIN) -> ChatPrompt:
     continues = fields.take("continue_final_message") is True
     add_generation_prompt = fields.take("add_generation_prompt")
     budget = fields.take("thinking_token_budget")
@@ -235,17 +201,18 @@ def _effort(effort: str | None, dialect: Dialect) -> dict[str, Any]:
     raise UnsupportedField(f"reasoning_effort {effort!r}: {words}", "reasoning_effort")
 
 
-def _template_prompt(fields: _Fields) -> ChatPrompt:
+def template_prompt(fields: Fields) -> ChatPrompt:
+    """Messages, and what shows them, where nothing is generated."""
     return _chat_prompt(fields, fields.take("tools") or ())
 
 
-def _tool_use(fields: _Fields, dialect: Dialect, answer: StructuredOutputs | None) -> ToolUse:
+def _tool_use(fields: Fields, dialect: Dialect, answer: StructuredOutputs | None) -> ToolUse:
     tools, choice = fields.take("tools") or [], fields.take("tool_choice")
     is_parallel = fields.take("parallel_tool_calls") is not False
     return tool_use(dialect, tools, choice, is_parallel=is_parallel, answer=answer)
 
 
-class _Fields:
+class Fields:
     """The body's fields, each taken once; null counts as left out."""
 
     def __init__(self, body: dict[str, Any], table: Table) -> None:
@@ -272,7 +239,7 @@ class _Fields:
 
 
 def _finish(
-    fields: _Fields,
+    fields: Fields,
     prompts: list[Prompt],
     defaults: Mapping[str, Any],
     now: int,
@@ -311,11 +278,11 @@ def _finish(
         echo=echo,
         tools=tools,
         shows_prompt_logprobs=shows_prompt_logprobs,
-        **_shared(fields, now),
+        **shared_of(fields, now),
     )
 
 
-def _shared(fields: _Fields, now: int) -> dict[str, Any]:
+def shared_of(fields: Fields, now: int) -> dict[str, Any]:
     """What all that is generated for has in common; the other fields must be taken by now."""
     model, request_id = fields.take("model"), fields.take("request_id")
     if request_id is not None:
@@ -337,7 +304,7 @@ def check_request_id(request_id: str, name: str) -> None:
         raise InvalidRequest(f"{name} must be 1 to {MAX_REQUEST_ID} printable ASCII characters", name)
 
 
-def _params(fields: _Fields, defaults: Mapping[str, Any], max_tokens: int | None, **taken: Any) -> SamplingParams:
+def _params(fields: Fields, defaults: Mapping[str, Any], max_tokens: int | None, **taken: Any) -> SamplingParams:
     values = {name: default for name, default in defaults.items() if name in SAMPLING}
     values |= {name: value for name in SAMPLING if (value := fields.raw(name)) is not None}
     bias = fields.take("logit_bias") or {}
@@ -353,7 +320,7 @@ def _params(fields: _Fields, defaults: Mapping[str, Any], max_tokens: int | None
     return SamplingParams(**values, **taken)
 
 
-def _structured(fields: _Fields) -> StructuredOutputs | None:
+def _structured(fields: Fields) -> StructuredOutputs | None:
     """What the output must be; a schema becomes text, as integers of any size and any depth stand in one."""
     response_format, structured = fields.take("response_format"), fields.take("structured_outputs")
     kind = (response_format or {}).get("type", "text")
@@ -371,14 +338,15 @@ def _structured(fields: _Fields) -> StructuredOutputs | None:
     return StructuredOutputs(**given) if structured is not None else None
 
 
-def _include_usage(fields: _Fields, stream: bool) -> bool:
+def _include_usage(fields: Fields, stream: bool) -> bool:
     options = fields.take("stream_options")
     if options is not None and not stream:
         raise InvalidRequest("stream_options is for streams only: set stream to true or leave it out", "stream_options")
     return (options or {}).get("include_usage") is True
 
 
-def _prompts(raw: Any, name: str = "prompt") -> list[Prompt]:
+def prompts_of(raw: Any, name: str = "prompt") -> list[Prompt]:
+    """The value of a field that holds one prompt or several, by hand: such lists may be long."""
     if raw is None:
         raise InvalidRequest(f"{name} is missing: give a string, a list of strings, or token ids", name)
     if isinstance(raw, str):
