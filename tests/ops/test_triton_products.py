@@ -166,14 +166,14 @@ def test_ops_equal_the_reference(rows, has_bias, dtype):
 
 
 @pytest.mark.parametrize("reader", ["normed_linear", "gated_linear", "settle", "add_linear"])
-@pytest.mark.parametrize("rows", [1, 3, 12, 17, 70])
+@pytest.mark.parametrize("rows", [3, 12, 17, 70])
 def test_parts_are_added_by_whoever_reads_the_hidden_state_next(rows, reader):
     x, weight, norm = (
         random(rows, 2048, dtype=BF16),
         random(64, 2048, seed=1, dtype=BF16) / 45,
         random(64, seed=2, dtype=BF16),
     )
-    after, ours, twin = random(16, 64, seed=4, dtype=BF16) / 8, TritonOps(), ReferenceOps()
+    after, ours, twin = random(64, 64, seed=4, dtype=BF16) / 8, TritonOps(), ReferenceOps()
     config = dataclasses.replace(LOOP, splits=4)
     found, expected = (Hidden(random(rows, 64, seed=3, dtype=BF16)) for _ in range(2))
     twin.add_linear(expected, x, weight)
