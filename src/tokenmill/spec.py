@@ -116,6 +116,15 @@ class ModelSpec:
         kinds = [(self.experts_of(layer) is None, layer in self.window_layers) for layer in range(self.num_layers)]
         return 1 + max(kinds.index(kind) for kind in set(kinds))
 
+    def weights_per_token(self) -> int:
+        """Weights of all layers that a token is multiplied by."""
+        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        dense, layers = 3 * self.intermediate_size, range(self.num_layers)
+        inner = [
+            3 * (its.num_chosen * its.size + its.shared_size) if its else dense for its in map(self.experts_of, layers)
+        ]
+        return self.hidden_size * (attention * self.num_layers + sum(inner))
+
     def kv_bytes_per_token(self, element_size: int) -> int:
         """Bytes of K and V that one token takes over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * element_size

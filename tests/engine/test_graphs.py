@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from tests.support.graphs import RerunDevice
-from tokenmill.engine.graphs import CAPTURE_SHARE, CaptureBudget, DecodeGraphs, Draw, batch_sizes, graph_bytes
+from tokenmill.engine.graphs import (
+    CAPTURE_SHARE,
+    CaptureBudget,
+    DecodeGraphs,
+    Draw,
+    batch_sizes,
+    graph_bytes,
+    most_graph_tokens,
+)
 from tokenmill.spec import ExpertsSpec, ModelSpec
 
 SPARE_SLOT, SPARE_PAGE = 99, 77
@@ -148,3 +156,14 @@ def test_the_memory_set_aside_grows_with_what_is_captured():
     assert graph_bytes(spec, 64, 1024, 2) > graph_bytes(spec, 64, 512, 2)
     experts = replace(spec, experts=ExpertsSpec(num_experts=8, num_chosen=2, size=128))
     assert graph_bytes(experts, 64, 512, 2) > graph_bytes(spec, 64, 512, 2)
+
+
+def test_steps_that_compute_for_long_get_no_graphs():
+    small = ModelSpec("llama", 1000, 1024, 3072, 28, 16, 8, 128, 4096)
+    large = replace(small, hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32)
+    assert large.weights_per_token() == 32 * 4096 * (80 * 128 + 3 * 14336)
+    assert most_graph_tokens(small, 512) == 512
+    assert most_graph_tokens(large, 512) < most_graph_tokens(small, 8192) < 8192
+    sparse = replace(large, experts=ExpertsSpec(64, 2, 1024, shared_size=512, dense_layers=(0,)))
+    assert sparse.weights_per_token() == 4096 * (32 * 80 * 128 + 3 * 14336 + 31 * 3 * (2 * 1024 + 512))
+    assert most_graph_tokens(sparse, 8192) > most_graph_tokens(large, 8192)

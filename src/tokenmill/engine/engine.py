@@ -15,7 +15,7 @@ from tokenmill.attention.base import AttentionBackend, GraphAttention, TableAtte
 from tokenmill.config import ResolvedConfig
 from tokenmill.engine import stage
 from tokenmill.engine.device import Device, GraphDevice, Pending, Work
-from tokenmill.engine.graphs import CaptureBudget, DecodeGraphs, Draw, room
+from tokenmill.engine.graphs import CaptureBudget, DecodeGraphs, Draw, most_graph_tokens, room
 from tokenmill.engine.kv_pool import DeviceState, allocate
 from tokenmill.engine.mixed import MixedGraphs, MixedSize
 from tokenmill.engine.wishes import Pools, Wanted, WishBook
@@ -307,9 +307,9 @@ class ModelEngine:
             assert numbers is not None
             return numbers
 
-        most = MixedSize(
-            stage.padded_count(self.config.prefill_budget + self.config.max_running), self.config.max_running
-        )
+        config = self.config
+        most_tokens = most_graph_tokens(self._model.spec, config.prefill_budget + config.max_running)
+        most = MixedSize(stage.padded_count(most_tokens), config.max_running)
         return MixedGraphs(body, spare_numbers, most, device, budget)
 
     def _make_graphs(self, budget: CaptureBudget) -> DecodeGraphs:

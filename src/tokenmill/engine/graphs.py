@@ -23,6 +23,7 @@ from tokenmill.spec import ModelSpec
 SPARE_UPDATES = 64  # page updates beyond one a row that a graph has room for
 CAPTURE_SHARE = 0.15  # of the time, at most, that steps wait for captures
 DRIVER_BYTES = 3 << 20  # about what the driver keeps for a graph
+LONG_STEP = 1.5e12  # multiplications that keep a large GPU busy for longer than a host takes to launch them
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +66,14 @@ def graph_bytes(spec: ModelSpec, most: int, most_tokens: int, element_size: int)
     logits = (most + sum(batch_sizes(most, Draw.LOGITS))) * spec.vocab_size
     count = sum(len(batch_sizes(most, draw)) for draw in Draw)
     return ((most_tokens * widths + logits) * element_size + count * DRIVER_BYTES) if most else 0
+
+
+def most_graph_tokens(spec: ModelSpec, most_tokens: int) -> int:
+    """The tokens of the largest step that a graph is made for, of at most `most_tokens`.
+
+    A longer one computes for longer than its kernels take to launch, and a capture computes it once more.
+    """
+    return min(most_tokens, int(LONG_STEP / spec.weights_per_token()))
 
 
 class CaptureBudget:
