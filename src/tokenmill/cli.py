@@ -33,6 +33,25 @@ def pull(arguments: Sequence[str]) -> int:
     return 0
 
 
+def models(arguments: Sequence[str]) -> int:
+    """List the models, formats and tokenizers that are supported."""
+    from tokenmill import overview
+    from tokenmill.flags import ModelsFlags, parse
+
+    parse(ModelsFlags, "models", arguments)
+    print("\n".join(overview.models()))
+    return 0
+
+
+def plan(arguments: Sequence[str]) -> int:
+    """Tell what serving a model would take of memory and time."""
+    from tokenmill import overview
+    from tokenmill.flags import PlanFlags, parse
+
+    print("\n".join(overview.plan(parse(PlanFlags, "plan", arguments))))
+    return 0
+
+
 def chat(arguments: Sequence[str]) -> int:
     """Talk with a model in the terminal."""
     from tokenmill.flags import ChatFlags, parse
@@ -98,6 +117,8 @@ COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "chat": chat,
     "generate": generate,
     "pull": pull,
+    "models": models,
+    "plan": plan,
     "run-batch": run_batch,
     "bench": bench,
     "simulate": simulate,

@@ -117,6 +117,25 @@ class BatchFlags:
 
 
 @dataclass(frozen=True)
+class ModelsFlags:
+    """List the models, formats and tokenizers that are supported."""
+
+
+@dataclass(frozen=True)
+class PlanFlags(RunFlags):
+    """Tell what serving a model would take; weights are not read. Takes the flags of serve that shape memory."""
+
+    tp: int = 1
+    """Devices that share the model."""
+    length: int | None = None
+    """Tokens of a request, prompt and output; auto shows several."""
+    memory: float | None = None
+    """GiB that are free on each device; auto is measured."""
+    bandwidth: float | None = None
+    """GB/s that a device reads; auto is measured by a copy."""
+
+
+@dataclass(frozen=True)
 class PullFlags:
     """Fetch a model into the cache, so that later commands start at once."""
 

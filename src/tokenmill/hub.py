@@ -74,7 +74,7 @@ def resolve_model(name: str, *, needs_weights: bool = True, aliases: Mapping[str
 
     Args:
         name: an alias, a local folder, a local .gguf, `org/name[@revision]`, or `org/name[@revision]:FILE.gguf`.
-        needs_weights: False lets a folder do that holds config.json alone.
+        needs_weights: False lets a folder do that holds config.json alone, and fetches no safetensors.
         aliases: the models that have a short name.
 
     Raises ModelNotFound: nothing under this name, or it cannot be fetched; ModelUnreadable: the files are there but are
@@ -94,7 +94,7 @@ def resolve_model(name: str, *, needs_weights: bool = True, aliases: Mapping[str
         raise ModelUnreadable(f"cannot read {path}: {error.strerror}") from error
     hub_id = HUB_ID.fullmatch(name)
     if hub_id and not name.startswith((".", "~")) and not hub_id["repo"].endswith(".gguf"):
-        return _from_hub(hub_id["repo"], hub_id["revision"], hub_id["file"])
+        return _from_hub(hub_id["repo"], hub_id["revision"], hub_id["file"], needs_weights)
     raise ModelNotFound(_unknown(name, aliases))
 
 
@@ -245,12 +245,13 @@ def _cannot_store(alias: str, model: PackagedModel, folder: Path, error: OSError
     return ModelNotFound(f"cannot keep {alias} in {folder}: {error.strerror or error}. {advice} that you can write")
 
 
-def _from_hub(repo: str, revision: str | None, file: str | None) -> Path:
+def _from_hub(repo: str, revision: str | None, file: str | None, needs_weights: bool) -> Path:
     from huggingface_hub import errors, snapshot_download
 
     named = repo if revision is None else f"{repo}@{revision}"
     parts = GGUF_PART.sub(r"-*-of-\1.gguf", file) if file else None
-    allowed, ignored = ([parts], None) if parts else (list(HUB_PATTERNS), list(HUB_EXCLUDED))
+    patterns = HUB_PATTERNS if needs_weights else [name for name in HUB_PATTERNS if not name.endswith(".safetensors")]
+    allowed, ignored = ([parts], None) if parts else (list(patterns), list(HUB_EXCLUDED))
     try:
         folder = Path(snapshot_download(repo, revision=revision, allow_patterns=allowed, ignore_patterns=ignored))
     except errors.GatedRepoError as error:
@@ -268,6 +269,8 @@ def _from_hub(repo: str, revision: str | None, file: str | None) -> Path:
     path = folder / file if file else folder
     if not path.exists():
         raise ModelNotFound(f"{named} has no file {file} on the hub: give the name of one of its .gguf files")
+    if not needs_weights and (path / "config.json").is_file():
+        return path
     try:
         (_check_gguf if file else _check_folder)(path)
     except ModelUnreadable as error:

@@ -42,6 +42,7 @@ LOCAL_AND_GLOBAL = {
     "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5},
     "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
 }
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True}
 FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "llama3": ("Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
@@ -53,6 +54,8 @@ FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": ORIGINAL}),
     "phi3-window": ("Phi3", {"sliding_window": 16}),
     "olmo2": ("Olmo2", {}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 24, "decoder_sparse_step": 1}),
     "smollm3": ("SmolLM3", {}),
     "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
     "gemma3": ("Gemma3Text", {**GEMMA, "sliding_window_pattern": 3, "rope_parameters": LOCAL_AND_GLOBAL}),

@@ -12,7 +12,7 @@ import pytest
 import sentencepiece
 import transformers
 
-from tests.text.vocabularies import CORPUS, TEXTS
+from tests.text.vocabularies import CORPUS, TEXTS, write_gguf
 from tokenmill.errors import ModelUnreadable
 from tokenmill.text.tokenizer import Tokenizer
 
@@ -65,6 +65,34 @@ def test_ids_and_texts_are_the_library_s(tmp_path: Path, kind: str) -> None:
     texts = [*ODD, *("".join(draw.choices(letters, k=40)) for _ in range(100))]
     assert tokenizer.vocab_size == truth.vocab_size()
     for text in texts:
+        ids = tokenizer.encode(text, add_special_tokens=False, allow_special=False)
+        assert ids == truth.encode(text), text
+        assert tokenizer.decode(ids) == truth.decode(ids), text
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma"])
+def test_the_same_vocabulary_in_a_gguf_file(tmp_path: Path, kind: str) -> None:
+    """Laid out as llama.cpp's converter does it: user-defined tokens have spaces in place of their marks."""
+    truth = oracle(train(tmp_path, **KINDS[kind]))
+    pieces = range(truth.vocab_size())
+    own = set(KINDS[kind].get("user_defined_symbols", ()))
+    names = [truth.id_to_piece(piece) for piece in pieces]
+    kinds = [
+        2 if truth.is_unknown(piece) else 3 if truth.is_control(piece) else 6 if truth.is_byte(piece) else 1
+        for piece in pieces
+    ]
+    fields = {
+        "model": "llama",
+        "tokens": [name.replace("▁", " ") if name in own else name for name in names],
+        "scores": [truth.get_score(piece) for piece in pieces],
+        "token_type": [4 if name in own else kind for name, kind in zip(names, kinds, strict=True)],
+        "unknown_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "add_space_prefix": KINDS[kind]["add_dummy_prefix"],
+    }
+    tokenizer = Tokenizer.load(write_gguf(tmp_path / "m.gguf", fields))
+    for text in ODD:
         ids = tokenizer.encode(text, add_special_tokens=False, allow_special=False)
         assert ids == truth.encode(text), text
         assert tokenizer.decode(ids) == truth.decode(ids), text

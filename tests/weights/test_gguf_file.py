@@ -12,8 +12,8 @@ from tests.weights.gguf_files import SIZES, read_all, write_gguf, write_raw
 from tokenmill.errors import ModelUnreadable
 from tokenmill.spec import RopeSpec
 from tokenmill.weights.checkpoint import open_checkpoint
-from tokenmill.weights.gguf_config import ARCHITECTURES
-from tokenmill.weights.gguf_file import FLOATS, QUANTISED, hugging_face_name
+from tokenmill.weights.gguf_config import ARCHITECTURES, FLOATS, QUANTISED
+from tokenmill.weights.gguf_file import hugging_face_name
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"])
@@ -28,7 +28,7 @@ def test_tensors_come_back_under_hugging_face_names(tmp_path: Path, kind: str) -
                 gguf.quants.dequantize(gguf.quants.quantize(tensor.numpy(), Kind[kind]), Kind[kind])
             )
         elif tensor.ndim == 2:
-            expected = tensor.to(FLOATS[kind])
+            expected = tensor.to(getattr(torch, FLOATS[kind]))
         torch.testing.assert_close(found[name], expected, atol=0, rtol=0)
 
 

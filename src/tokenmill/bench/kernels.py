@@ -23,8 +23,7 @@ from tokenmill.errors import ConfigError
 from tokenmill.hub import resolve_model
 from tokenmill.ops.select import make_ops
 from tokenmill.trace import Clock
-from tokenmill.weights.checkpoint import open_checkpoint
-from tokenmill.weights.hf_folder import read_spec
+from tokenmill.weights.checkpoint import read_shape
 
 TRIALS = 5
 GRAPH_CALLS = 64  # at least, so that the start of a graph counts little
@@ -42,7 +41,7 @@ def run(options: KernelOptions) -> None:
         if size is not None and size < 1:
             raise ConfigError(f"{flag} must be at least 1, not {size}")
     path = resolve_model(options.run.model.model, needs_weights=False)
-    spec = read_spec(path) if path.is_dir() else open_checkpoint(path).spec
+    spec = read_shape(path)
     config = resolve(options.run, measure_hardware(options.run.engine.device), spec)
     place = torch.device(config.device)
     attention, *_ = make_backends(options.run.engine.attention, spec, getattr(torch, config.dtype), place)

@@ -23,6 +23,7 @@ from tokenmill.spec import DTypeName, HardwareInfo
 PROBE_ROWS = (1, 8, 128)
 PROBE_SHAPE = (2048, 512)
 PROBE_TRIALS = 5
+COPY_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}
 
 
 def measure_hardware(wanted: Literal["auto", "cpu", "cuda"] = "auto") -> HardwareInfo:
@@ -58,6 +59,19 @@ def why_not_cuda() -> str | None:
 def finish_cuda_work() -> None:
     """Wait for all streams: weights and tables are on their way on another than the engine's."""
     torch.cuda.synchronize()
+
+
+def measure_bandwidth(device: Literal["cpu", "cuda"]) -> float:
+    """Bytes a second that a plain copy reads and writes, the best of a few."""
+    source = torch.ones(COPY_BYTES[device], dtype=torch.uint8, device=device)
+    target, best = torch.empty_like(source), 0.0
+    for _ in range(PROBE_TRIALS):
+        start = time.perf_counter()
+        target.copy_(source)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        best = max(best, 2 * source.nbytes / (time.perf_counter() - start))
+    return best
 
 
 def free_cuda_memory() -> int:

@@ -14,16 +14,14 @@ from tokenmill.config import ELEMENT_SIZE, ResolvedConfig, RunConfig, check_voca
 from tokenmill.engine.compiler import Rehearsal
 from tokenmill.engine.device import finish_cuda_work, free_cuda_memory, measure_hardware, open_device
 from tokenmill.engine.engine import ModelEngine
-from tokenmill.engine.graphs import graph_bytes
+from tokenmill.engine.memory import resolve_beside, set_aside
 from tokenmill.engine.warm_up import WarmUp
 from tokenmill.models.load import load_model, random_model
 from tokenmill.ops.select import make_ops
 from tokenmill.parallel.group import Group
-from tokenmill.sampling.adjust import most_bytes
 from tokenmill.sampling.grammar import MatcherSource
 from tokenmill.spec import HardwareInfo, ModelSpec
-from tokenmill.weights.checkpoint import open_checkpoint
-from tokenmill.weights.hf_folder import read_spec
+from tokenmill.weights.checkpoint import open_checkpoint, read_shape
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +46,7 @@ def load_engine(
     try:
         hardware = measure_hardware(run.engine.device)
         checkpoint = None if run.model.random_weights else open_checkpoint(path)
-        spec = read_spec(path) if checkpoint is None else checkpoint.spec
+        spec = read_shape(path) if checkpoint is None else checkpoint.spec
         check_vocabulary(num_tokens, spec.vocab_size)
         config = resolve(run, hardware, spec)  # what cannot work is refused before the weights are read
         torch.set_num_threads(config.threads)
@@ -65,12 +63,8 @@ def load_engine(
             model = random_model(spec, **options) if checkpoint is None else load_model(checkpoint, **options)
         log.info("weights loaded in %.1f s", time.perf_counter() - started)
         if config.device == "cuda":
-            most = config.graph_max_batch, config.prefill_budget + config.max_running
-            set_aside = graph_bytes(spec, *most, ELEMENT_SIZE[config.dtype])
-            set_aside += most_bytes(config.max_running, spec.vocab_size)
-            log.info("%d MiB of device memory set aside for CUDA graphs and sampling", set_aside >> 20)
-            hardware = dataclasses.replace(hardware, memory_bytes=max(free_cuda_memory() - set_aside, 0))
-            config = resolve(run, hardware, spec)
+            log.info("%d MiB of device memory set aside for CUDA graphs and sampling", set_aside(config, spec) >> 20)
+            config = resolve_beside(run, hardware, spec, config, free_cuda_memory())
         config = dataclasses.replace(config, attention=attention[0].name)
         _log(run, hardware, config, spec)
         parts = model, ops, attention, config, open_device(config)

@@ -11,7 +11,7 @@ from torch import Tensor
 from tokenmill.errors import ModelNotFound, ModelUnreadable
 from tokenmill.spec import ModelSpec
 from tokenmill.weights.gguf_file import read_gguf
-from tokenmill.weights.hf_folder import read_folder
+from tokenmill.weights.hf_folder import read_folder, read_spec
 from tokenmill.weights.stored import StoredTensor
 
 
@@ -39,6 +39,11 @@ class Checkpoint:
         Raises ModelUnreadable: the file cannot be read, or is truncated.
         """
         return self.stored[name].read(start, stop, is_pinned=is_pinned)
+
+
+def read_shape(path: Path) -> ModelSpec:
+    """The model's shape, of a folder from config.json alone. Raises as `open_checkpoint`."""
+    return read_spec(path) if path.is_dir() else open_checkpoint(path).spec
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

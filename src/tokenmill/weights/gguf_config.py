@@ -14,7 +14,6 @@ from tokenmill.weights.fields import Fields
 from tokenmill.weights.hf_config import MOST_POSITIONS, check_spec, spec_from_config
 
 GEMMA_NORMS = {"ffn_norm": "pre_feedforward_layernorm"}
-GEMMA = {"hidden_activation": "gelu_pytorch_tanh"}
 QWEN_MOE = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
 MIXTRAL_EXPERTS = {
     "ffn_gate_inp": "block_sparse_moe.gate",
@@ -29,14 +28,13 @@ class Architecture:
     """How llama.cpp writes the models of one of transformers' classes.
 
     `config` is what files leave out, `names` are those of tensors where they are not the usual ones. With `is_paired`
-    rows of q and k lie as llama.cpp's rope turns them, neighbours together; `norm_offset` was added to norms.
+    rows of q and k lie as llama.cpp's rope turns them, neighbours together.
     """
 
     name: str
     config: Mapping[str, Any] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     is_paired: bool = False
-    norm_offset: float = 0.0
 
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
@@ -49,17 +47,14 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "qwen3moe": Architecture("Qwen3MoeForCausalLM", QWEN_MOE),
         "phi3": Architecture("Phi3ForCausalLM", names={"ffn_up": "mlp.gate_up_proj"}),
         "olmo2": Architecture("Olmo2ForCausalLM"),
-        "smollm3": Architecture("SmolLM3ForCausalLM", {"no_rope_layer_interval": 4}, is_paired=True),
-        "gemma2": Architecture("Gemma2ForCausalLM", GEMMA, GEMMA_NORMS, norm_offset=1.0),
-        "gemma3": Architecture(
-            "Gemma3ForCausalLM",
-            {**GEMMA, "sliding_window_pattern": 6, "rope_local_base_freq": 10000.0},
-            GEMMA_NORMS,
-            norm_offset=1.0,
-        ),
+        "smollm3": Architecture("SmolLM3ForCausalLM", is_paired=True),
+        "gemma2": Architecture("Gemma2ForCausalLM", names=GEMMA_NORMS),
+        "gemma3": Architecture("Gemma3ForCausalLM", names=GEMMA_NORMS),
     }
 )
-SCALED_BY_WIDTH = {("gemma2", 46), ("gemma3", 62)}  # the 27B models, which llama.cpp knows by their layers
+FLOATS: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+QUANTISED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+SCALED_BY_WIDTH = {"gemma2.": 46, "gemma3.": 62}  # layers of the 27B models; llama.cpp knows them by that
 NEEDED = {
     "num_hidden_layers": "block_count",
     "hidden_size": "embedding_length",
@@ -80,7 +75,6 @@ OPTIONAL = {
     "moe_intermediate_size": "expert_feed_forward_length",
     "rope_local_base_freq": "rope.freq_base_swa",
 }
-BIASED = {"attention": "attn_q", "mlp": "ffn_down"}
 UNSUPPORTED = ("expert_shared_count", "expert_group_count", "leading_dense_block_count", "logit_scale")
 Factors = Mapping[str, tuple[float, ...]]
 
@@ -116,13 +110,18 @@ def spec_from_metadata(
     fields = Fields(where, {key.removeprefix(prefix): value for key, value in metadata.items()})
     config = _config(architecture, fields, shapes)
     config |= {"architectures": [architecture.name], "tie_word_embeddings": "output.weight" not in shapes}
-    layers = config["num_hidden_layers"]
-    width = config["hidden_size"] // config["num_attention_heads"]
-    is_by_width = (prefix.removesuffix("."), layers) in SCALED_BY_WIDTH
-    config["query_pre_attn_scalar"] = width if is_by_width else config["head_dim"]
-    if (scale := fields.number("attention.scale", 0.0)) > 0:
-        config["query_pre_attn_scalar"] = scale**-2
+    if (layers := SCALED_BY_WIDTH.get(prefix)) is not None:
+        is_by_width = config["num_hidden_layers"] == layers
+        width = config["hidden_size"] / config["num_attention_heads"]
+        config["query_pre_attn_scalar"] = width if is_by_width else config["head_dim"]
     spec = spec_from_config(config | _rope(fields, config, factors), where)
+    spec = replace(
+        spec,
+        attention_bias="blk.0.attn_q.bias" in shapes or "blk.0.attn_qkv.bias" in shapes,
+        attention_output_bias="blk.0.attn_output.bias" in shapes,
+        mlp_bias="blk.0.ffn_down.bias" in shapes,
+        norm_offset=0.0,  # the converter added it
+    )
     if "rope_freqs" in factors:
         spec = replace(spec, rope=replace(spec.rope, frequency_factors=factors["rope_freqs"]))
     return check_spec(spec, where)
@@ -141,7 +140,6 @@ def _config(architecture: Architecture, fields: Fields, shapes: Mapping[str, tup
     config = dict(architecture.config)
     config |= {name: fields.number(key) for name, key in OPTIONAL.items() if fields.values.get(key)}
     config |= {name: fields.number(key) for name, key in NEEDED.items()}
-    config |= {f"{part}_bias": f"blk.0.{tensor}.bias" in shapes for part, tensor in BIASED.items()}
     heads, hidden = fields.whole("attention.head_count"), fields.whole("embedding_length")
     head_dim = fields.whole("attention.key_length", max(1, hidden // heads))
     if fields.whole("attention.value_length", head_dim) != head_dim:

@@ -18,7 +18,7 @@ from torch import Tensor
 from tokenmill.errors import ModelUnreadable
 from tokenmill.gguf_metadata import TensorInfo, read_header
 from tokenmill.spec import ModelSpec
-from tokenmill.weights.gguf_config import Architecture, find_architecture, spec_from_metadata
+from tokenmill.weights.gguf_config import FLOATS, QUANTISED, Architecture, find_architecture, spec_from_metadata
 from tokenmill.weights.stored import StoredTensor, check_ends, float_decoder
 
 NAMES: Mapping[str, str] = {
@@ -47,8 +47,6 @@ NAMES: Mapping[str, str] = {
 ROPE_FACTORS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
 PAIRED = ("self_attn.q_proj", "self_attn.k_proj")
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
-FLOATS: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-QUANTISED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 
 
 def read_gguf(path: Path) -> tuple[ModelSpec, dict[str, StoredTensor]]:
@@ -105,19 +103,13 @@ def _other_parts(path: Path, metadata: Mapping[str, Any]) -> list[Path]:
 
 def _renamed(name: str, tensor: StoredTensor, architecture: Architecture, spec: ModelSpec) -> dict[str, StoredTensor]:
     """The tensor, or one for each expert, under Hugging Face names and with the numbers that are meant there."""
-    new, offset = hugging_face_name(name, architecture), architecture.norm_offset
+    new = hugging_face_name(name, architecture)
     part = new.removesuffix(".bias").removesuffix(".weight")
-    if offset and part.endswith("norm"):
-        tensor = replace(tensor, decode=_lowered(tensor.decode, offset))
     if architecture.is_paired and part.endswith(PAIRED) and tensor.shape[0] % spec.head_dim == 0:
         tensor = replace(tensor, paired_head_dim=spec.head_dim)
     if "{}" not in new or len(tensor.shape) != 3:
         return {new: tensor}
     return {new.format(expert): its for expert, its in enumerate(tensor.unstacked())}
-
-
-def _lowered(decode: Callable[[Tensor], Tensor], offset: float) -> Callable[[Tensor], Tensor]:
-    return lambda rows: decode(rows).float() - offset
 
 
 def _stored(path: Path, info: TensorInfo) -> StoredTensor:
@@ -129,7 +121,7 @@ def _stored(path: Path, info: TensorInfo) -> StoredTensor:
     columns = math.prod(info.shape[1:])
     if not info.shape or not info.shape[0] or not columns or columns % block_size:
         raise ModelUnreadable(f"{path}: tensor {info.name} of type {kind} cannot have the shape {list(info.shape)}")
-    decode = float_decoder(FLOATS[kind]) if kind in FLOATS else _dequantiser(info.kind)
+    decode = float_decoder(getattr(torch, FLOATS[kind])) if kind in FLOATS else _dequantiser(info.kind)
     return StoredTensor(path, info.offset, info.shape, columns // block_size * block_bytes, decode)
 
 

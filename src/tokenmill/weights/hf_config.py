@@ -26,6 +26,18 @@ class Architecture:
     qk_norm: bool = False
     is_gemma: bool = False
 
+    @property
+    def features(self) -> list[str]:
+        """What its models may have, in words."""
+        has = {
+            "windows": self.has_windows,
+            "experts": self.family in EXPERT_FAMILIES,
+            "norms of q and k": self.qk_norm,
+            "layers without rope": "no_rope_layer_interval" in self.defaults,
+            "soft caps": "attn_logit_softcapping" in self.defaults,
+        }
+        return [name for name, is_so in has.items() if is_so]
+
 
 GEMMA = {"tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256}
 GEMMA |= {"sliding_window": 4096, "head_dim": 256}
