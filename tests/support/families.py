@@ -38,11 +38,20 @@ LONGROPE = {
     "original_max_position_embeddings": ORIGINAL,
 }
 GEMMA = {"head_dim": 24, "query_pre_attn_scalar": 20, "sliding_window": 16}
+EXPERTS = {"num_experts_per_tok": 3, "num_experts": 8, "moe_intermediate_size": 48, "norm_topk_prob": True}
 LOCAL_AND_GLOBAL = {
     "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5},
     "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
 }
-EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True}
+MIXTURES: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 24}),
+    "qwen3_moe-weights of all": ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": False}),
+    "qwen3_moe-each second": ("Qwen3Moe", {**EXPERTS, "decoder_sparse_step": 2}),
+    "qwen3_moe-listed": ("Qwen3Moe", {**EXPERTS, "mlp_only_layers": [0, 2]}),
+    "qwen2_moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 40, "norm_topk_prob": False}),
+    "mixtral": ("Mixtral", {"num_experts_per_tok": 2, "num_local_experts": 5}),
+    "mixtral-window": ("Mixtral", {"num_experts_per_tok": 3, "num_local_experts": 3, "sliding_window": 16}),
+}
 FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "llama3": ("Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
@@ -54,15 +63,14 @@ FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": ORIGINAL}),
     "phi3-window": ("Phi3", {"sliding_window": 16}),
     "olmo2": ("Olmo2", {}),
-    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
-    "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 24, "decoder_sparse_step": 1}),
     "smollm3": ("SmolLM3", {}),
     "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
     "gemma3": ("Gemma3Text", {**GEMMA, "sliding_window_pattern": 3, "rope_parameters": LOCAL_AND_GLOBAL}),
+    **MIXTURES,
 }
 
 
-def make_family(folder: Path, name: str, **changes: Any) -> Path:
+def make_family(folder: Path, name: str, *, is_stacked: bool = False, **changes: Any) -> Path:
     """Write the checkpoint called `name`; its weights are large enough for greedy outputs to be far from ties."""
     prefix, options = FAMILIES[name]
     config = getattr(transformers, f"{prefix}Config")(**{**SIZES, **options, **changes})
@@ -71,8 +79,8 @@ def make_family(folder: Path, name: str, **changes: Any) -> Path:
     with torch.no_grad():
         for key, tensor in model.named_parameters():
             is_norm, is_vector = "norm" in key, tensor.dim() == 1
-            scale = 0.2 if is_norm else 0.5 if is_vector else 0.3 if "embed" in key else 1.5 * tensor.shape[1] ** -0.5
+            scale = 0.2 if is_norm else 0.5 if is_vector else 0.3 if "embed" in key else 1.5 * tensor.shape[-1] ** -0.5
             mean = 1.0 if is_norm and not prefix.startswith("Gemma") else 0.0
             tensor.copy_(mean + scale * torch.randn(tensor.shape))
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, save_original_format=not is_stacked)
     return folder

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from tokenmill.errors import ModelUnreadable
-from tokenmill.spec import ModelSpec, RopeSpec
+from tokenmill.spec import ExpertsSpec, ModelSpec, RopeSpec
 from tokenmill.weights.hf_config import spec_from_config
 
 CONFIG: dict[str, Any] = {
@@ -13,6 +13,12 @@ CONFIG: dict[str, Any] = {
     "intermediate_size": 96,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
+}
+EXPERTS: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
 }
 
 
@@ -93,6 +99,15 @@ def test_smollm3_rotates_three_layers_of_four() -> None:
     assert spec_of(**smollm, no_rope_layers=[0, 1, 1, 1, 0, 1, 1, 1]).unrotated_layers == (0, 4)
 
 
+def test_layers_with_experts() -> None:
+    spec = spec_of(**EXPERTS, num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3])
+    assert spec.experts == ExpertsSpec(8, 2, 48, is_renormalised=False, dense_layers=(0, 2, 3, 4))
+    assert [spec.experts_of(layer) is not None for layer in range(6)] == [False, True, False, False, False, True]
+    assert spec.num_telling_layers == 2
+    mixtral = {**EXPERTS, "architectures": ["MixtralForCausalLM"]}
+    assert spec_of(**mixtral).experts == ExpertsSpec(8, 2, 96)
+
+
 def test_longrope() -> None:
     factors = {"short_factor": [1.0] * 8, "long_factor": [2] * 8}
     changes = {"max_position_embeddings": 512, "original_max_position_embeddings": 64}
@@ -132,6 +147,11 @@ def test_longrope() -> None:
         ),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
         ({"rope_theta": float("nan")}, "rope_theta must be a number"),
+        ({**EXPERTS, "num_experts_per_tok": 9}, "a token cannot have 9 experts of 8"),
+        ({**EXPERTS, "num_experts": None}, "does not say num_local_experts"),
+        ({**EXPERTS, "mlp_only_layers": 1}, "mlp_only_layers must be a list, not 1"),
+        ({**EXPERTS, "decoder_sparse_step": 0}, "decoder_sparse_step must be a whole number from 1"),
+        ({**EXPERTS, "hidden_act": "gelu_pytorch_tanh"}, "experts with the activation gelu_tanh"),
     ],
 )
 def test_what_cannot_work_is_said(changes: dict[str, Any], message: str) -> None:

@@ -47,8 +47,7 @@ GEMMA2 = replace(
 )
 FAMILIES: Mapping[str, DecoderNames] = MappingProxyType(
     {
-        **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3"), LLAMA),
-        "qwen3_moe": LLAMA,
+        **dict.fromkeys(("llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"), LLAMA),
         "mixtral": MIXTRAL,
         "phi3": PHI3,
         "olmo2": OLMO2,

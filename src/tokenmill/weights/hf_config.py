@@ -52,6 +52,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "Qwen2ForCausalLM": Architecture("qwen2", QWEN, has_windows=True, qkv_bias=True),
     "Qwen3ForCausalLM": Architecture("qwen3", QWEN, has_windows=True, qk_norm=True),
     "Qwen3MoeForCausalLM": Architecture("qwen3_moe", {"use_sliding_window": False}, has_windows=True, qk_norm=True),
+    "Qwen2MoeForCausalLM": Architecture("qwen2_moe", {"use_sliding_window": False}, has_windows=True, qkv_bias=True),
     "MixtralForCausalLM": Architecture("mixtral", has_windows=True),
     "Phi3ForCausalLM": Architecture("phi3", has_windows=True),
     "Olmo2ForCausalLM": Architecture("olmo2", qk_norm=True),
@@ -65,7 +66,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
-EXPERT_FAMILIES = ("qwen3_moe", "mixtral")
+EXPERT_FAMILIES = ("qwen2_moe", "qwen3_moe", "mixtral")
 ROPE_ALIASES = {"su": "longrope"}
 FULL, SLIDING = "full_attention", "sliding_attention"
 MOST_POSITIONS = 2**31 - 1
@@ -111,7 +112,7 @@ def spec_from_config(config: Mapping[str, Any], where: str) -> ModelSpec:
             norm_eps=fields.number("rms_norm_eps", 1e-6),
             rope=rope,
             tie_embeddings=fields.flag("tie_word_embeddings"),
-            attention_bias=attention_bias or architecture.qkv_bias,
+            attention_bias=attention_bias or fields.flag("qkv_bias", architecture.qkv_bias),
             attention_output_bias=attention_bias,
             qk_norm=architecture.qk_norm,
             mlp_bias=fields.flag("mlp_bias"),
@@ -143,6 +144,8 @@ def check_spec(spec: ModelSpec, where: str) -> ModelSpec:
         for factors in (rope.frequency_factors, rope.long_factors):
             if factors is not None and (len(factors) != rotary_dim // 2 or min(factors) <= 0):
                 raise ModelUnreadable(f"{where}: {len(factors)} rope factors for {rotary_dim // 2} pairs of dimensions")
+    if spec.experts is not None and spec.activation != "silu":
+        raise ModelUnreadable(f"{where}: experts with the activation {spec.activation} are not supported")
     if spec.experts is not None and spec.experts.num_chosen > spec.experts.num_experts:
         chosen, there_are = spec.experts.num_chosen, spec.experts.num_experts
         raise ModelUnreadable(f"{where}: a token cannot have {chosen} experts of {there_are}")
@@ -172,6 +175,8 @@ def _experts(fields: Fields, family: str) -> ExpertsSpec:
         num_chosen=fields.whole("num_experts_per_tok"),
         size=fields.whole("intermediate_size" if is_mixtral else "moe_intermediate_size"),
         is_renormalised=is_mixtral or fields.flag("norm_topk_prob"),
+        shared_size=fields.whole("shared_expert_intermediate_size", 0, least=0),
+        has_shared_gate=family == "qwen2_moe",
         dense_layers=tuple(layer for layer in layers if layer in dense or (layer + 1) % step),
     )
 
