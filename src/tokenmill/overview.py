@@ -25,6 +25,7 @@ def models() -> Iterator[str]:
     yield f"{'architecture':22} {'GGUF':10} of its own"
     for name, architecture in hf_config.ARCHITECTURES.items():
         yield f"{name:22} {written.get(name, '-'):10} {', '.join(architecture.features) or '-'}"
+    yield from (f"{name:22} {'-':10} text alone, as {its}" for name, its in hf_config.WRITING_PARTS.items())
     yield ""
     yield f"rope scalings: {', '.join(get_args(RopeKind))}"
     yield "weights: safetensors (float32, bfloat16, float16; sharded too), GGUF (split too), random from config.json"

@@ -53,7 +53,10 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     }
 )
 FLOATS: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-QUANTISED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+QUANTISED = (
+    *("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "TQ1_0", "TQ2_0"),
+    *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
+)
 SCALED_BY_WIDTH = {"gemma2.": 46, "gemma3.": 62}  # layers of the 27B models; llama.cpp knows them by that
 NEEDED = {
     "num_hidden_layers": "block_count",
@@ -152,7 +155,7 @@ def _rope(fields: Fields, config: Mapping[str, Any], factors: Factors) -> dict[s
     found: dict[str, Any] = {"rope_theta": theta}
     rotary_dim = fields.whole("rope.dimension_count", head_dim)
     if rotary_dim != head_dim:
-        found["partial_rotary_factor"] = rotary_dim / head_dim
+        found["partial_rotary_factor"] = math.nextafter(rotary_dim / head_dim, 1)  # as it is rounded down
     key, context = "rope.scaling.original_context_length", config["max_position_embeddings"]
     original = {"original_max_position_embeddings": fields.whole(key, int(context), most=MOST_POSITIONS)}
     kind = fields.values.get("rope.scaling.type", "linear")

@@ -42,7 +42,8 @@ class Architecture:
 GEMMA = {"tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256}
 GEMMA |= {"sliding_window": 4096, "head_dim": 256}
 GEMMA2 = GEMMA | {"sliding_window_pattern": 2, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-GEMMA3 = GEMMA | {"sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
+GEMMA3 = GEMMA | {"sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "vocab_size": 262_208}
+GEMMA3 |= {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072}
 QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 SMOLLM3 = {"use_sliding_window": False, "no_rope_layer_interval": 4, "rope_theta": 2e6, "tie_word_embeddings": True}
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -59,6 +60,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "SmolLM3ForCausalLM": Architecture("smollm3", SMOLLM3, has_windows=True),
     "Gemma2ForCausalLM": Architecture("gemma2", GEMMA2, has_windows=True, is_gemma=True),
     "Gemma3ForCausalLM": Architecture("gemma3", GEMMA3, has_windows=True, qk_norm=True, is_gemma=True),
+}
+WRITING_PARTS: Mapping[str, str] = {  # of models that also see
+    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "Mistral3ForConditionalGeneration": "MistralForCausalLM",
 }
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
@@ -77,6 +82,8 @@ def spec_from_config(config: Mapping[str, Any], where: str) -> ModelSpec:
 
     Raises ModelUnreadable: unknown architecture, something unsupported, values missing or impossible.
     """
+    if isinstance(config.get("text_config"), Mapping):
+        config = {**config, **config["text_config"], "architectures": config.get("architectures")}
     architecture = _architecture(config, where)
     fields = Fields(where, {**architecture.defaults, **config})
     config = fields.values
@@ -155,7 +162,7 @@ def check_spec(spec: ModelSpec, where: str) -> ModelSpec:
 def _architecture(config: Mapping[str, Any], where: str) -> Architecture:
     given = config.get("architectures")
     architecture = given[0] if isinstance(given, list) and given else given
-    name = str(architecture)
+    name = WRITING_PARTS.get(str(architecture), str(architecture))
     name = f"{name.removesuffix('Model')}ForCausalLM" if name.endswith("Model") else name
     if name not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)

@@ -6,7 +6,9 @@ The safetensors layout is that of its documentation: eight bytes of header lengt
 from __future__ import annotations
 
 import json
+import logging
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from tokenmill.spec import ModelSpec
 from tokenmill.weights.hf_config import spec_from_config
 from tokenmill.weights.stored import StoredTensor, check_ends, float_decoder
 
+log = logging.getLogger(__name__)
+SEEING = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 HEAD = "lm_head.weight"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000
@@ -31,12 +35,19 @@ def read_folder(folder: Path) -> tuple[ModelSpec, dict[str, StoredTensor]]:
     """
     spec = read_spec(folder)
     tensors: dict[str, StoredTensor] = {}
+    num_seeing = 0
     for path in _weight_files(folder):
-        for name, tensor in read_safetensors(path).items():
+        for stored_name, tensor in read_safetensors(path).items():
+            if SEEING.match(stored_name):
+                num_seeing += 1
+                continue
+            name = stored_name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)
             if name in tensors:
                 raise ModelUnreadable(f"tensor {name} is twice in {folder}: in {tensors[name].path.name}, {path.name}")
             tensors |= _of_experts(name, tensor)
     check_ends(tensors)
+    if num_seeing:
+        log.warning("%d tensors for images are left out: this model reads text alone here", num_seeing)
     if not any(name.startswith("model.") for name in tensors):  # saved without the head, as embedding models are
         has_output = HEAD in tensors or spec.tie_embeddings
         spec = replace(spec, has_output=has_output, tie_embeddings=HEAD not in tensors)
