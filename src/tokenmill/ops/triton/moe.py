@@ -53,8 +53,8 @@ class Routing:
 EXACT = TileConfig(16, 32, 32, 4, 2)  # float32
 SETTINGS = (
     (2, TileConfig(8, 64, 128, 4, 4, swap=True), TileConfig(8, 64, 128, 4, 4, swap=True)),
-    (8, TileConfig(16, 64, 128, 4, 3, swap=True), TileConfig(16, 64, 128, 4, 4, swap=True)),
-    (16, TileConfig(32, 64, 128, 4, 3, swap=True), TileConfig(32, 64, 128, 4, 4, swap=True)),
+    (8, TileConfig(16, 64, 128, 4, 3, swap=True), TileConfig(16, 64, 128, 4, 3, swap=True)),
+    (16, TileConfig(32, 64, 64, 4, 4, swap=True), TileConfig(32, 64, 128, 4, 3, swap=True)),
     (64, TileConfig(64, 64, 64, 4, 4), TileConfig(64, 128, 64, 4, 4)),
 )
 MANY = (TileConfig(128, 128, 64, 8, 3), TileConfig(128, 128, 64, 8, 4))
