@@ -20,7 +20,7 @@ from tokenmill.weights.checkpoint import open_checkpoint
 # What llama.cpp's files cannot say: a scale of Gemma's own, windows of Qwen2, which layers of Qwen3 have experts.
 CHANGES = {"gemma2": {"query_pre_attn_scalar": 24}, "gemma3": {"query_pre_attn_scalar": 24}}
 METADATA = {"gemma3": {"attention.sliding_window_pattern": 3, "rope.freq_base_swa": 500.0}}
-NAMES = [name for name in FAMILIES if name not in ("qwen2-window", "qwen2_moe") and not name.startswith("qwen3_moe-")]
+NAMES = [name for name in FAMILIES if name != "qwen2-window" and not name.startswith("qwen3_moe-")]
 PROMPT = [(7 * i) % 251 + 4 for i in range(90)]
 
 

@@ -21,6 +21,7 @@ ARCHITECTURES = {
     "MixtralForCausalLM": MODEL_ARCH.LLAMA,
     "Qwen2ForCausalLM": MODEL_ARCH.QWEN2,
     "Qwen3ForCausalLM": MODEL_ARCH.QWEN3,
+    "Qwen2MoeForCausalLM": MODEL_ARCH.QWEN2MOE,
     "Qwen3MoeForCausalLM": MODEL_ARCH.QWEN3MOE,
     "Phi3ForCausalLM": MODEL_ARCH.PHI3,
     "Olmo2ForCausalLM": MODEL_ARCH.OLMO2,
@@ -88,6 +89,8 @@ def _as_stored(name: str, tensor: Tensor, config: dict[str, Any], arch: MODEL_AR
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}.get(name.split(".")[-2])
     if arch in PERMUTED and heads:
         return tensor.view(heads, 2, -1, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
+    if name.endswith("shared_expert_gate.weight"):
+        return tensor.squeeze(0)
     return tensor + 1 if arch in SHIFTED and name.endswith("norm.weight") else tensor
 
 
@@ -130,6 +133,8 @@ def _add_keys(writer: GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_expert_used_count(config["num_experts_per_tok"])
         if width := config.get("moe_intermediate_size"):
             writer.add_expert_feed_forward_length(width)
+        if width := config.get("shared_expert_intermediate_size"):
+            writer.add_expert_shared_feed_forward_length(width)
 
 
 def _add_rope_factors(writer: GGUFWriter, config: dict[str, Any]) -> None:

@@ -146,4 +146,4 @@ def test_unknown_names_stay_as_they_are() -> None:
     llama = ARCHITECTURES["llama"]
     assert hugging_face_name("blk.12.ffn_up.bias", llama) == "model.layers.12.mlp.up_proj.bias"
     assert hugging_face_name("output.weight", llama) == "lm_head.weight"
-    assert hugging_face_name("blk.0.ffn_gate_inp_shexp.weight", llama) == "blk.0.ffn_gate_inp_shexp.weight"
+    assert hugging_face_name("blk.0.ssm_conv1d.weight", llama) == "blk.0.ssm_conv1d.weight"

@@ -44,6 +44,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "llama with experts": Architecture("MixtralForCausalLM", names=MIXTRAL_EXPERTS, is_paired=True),
         "qwen2": Architecture("Qwen2ForCausalLM"),
         "qwen3": Architecture("Qwen3ForCausalLM"),
+        "qwen2moe": Architecture("Qwen2MoeForCausalLM"),
         "qwen3moe": Architecture("Qwen3MoeForCausalLM", QWEN_MOE),
         "phi3": Architecture("Phi3ForCausalLM", names={"ffn_up": "mlp.gate_up_proj"}),
         "olmo2": Architecture("Olmo2ForCausalLM"),
@@ -76,6 +77,7 @@ OPTIONAL = {
     "num_local_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
     "rope_local_base_freq": "rope.freq_base_swa",
 }
 UNSUPPORTED = ("expert_shared_count", "expert_group_count", "leading_dense_block_count", "logit_scale")

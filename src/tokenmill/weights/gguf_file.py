@@ -40,6 +40,10 @@ NAMES: Mapping[str, str] = {
     "ffn_down": "mlp.down_proj",
     "post_ffw_norm": "post_feedforward_layernorm",
     "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
     "ffn_gate_exps": "mlp.experts.{}.gate_proj",
     "ffn_up_exps": "mlp.experts.{}.up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj",
@@ -107,6 +111,8 @@ def _renamed(name: str, tensor: StoredTensor, architecture: Architecture, spec: 
     part = new.removesuffix(".bias").removesuffix(".weight")
     if architecture.is_paired and part.endswith(PAIRED) and tensor.shape[0] % spec.head_dim == 0:
         tensor = replace(tensor, paired_head_dim=spec.head_dim)
+    if part.endswith("shared_expert_gate") and len(tensor.shape) == 1:  # a matrix of one row
+        tensor = replace(tensor, shape=(1, *tensor.shape), row_bytes=tensor.end - tensor.offset)
     if "{}" not in new or len(tensor.shape) != 3:
         return {new: tensor}
     return {new.format(expert): its for expert, its in enumerate(tensor.unstacked())}
