@@ -17,6 +17,7 @@ from tests.weights.gguf_files import write_gguf
 from tokenmill.attention.select import make_backends
 from tokenmill.errors import ConfigError, ModelUnreadable, TokenmillError
 from tokenmill.layers.rope import rope_frequencies
+from tokenmill.models import load as models_load
 from tokenmill.models.base import CausalLM
 from tokenmill.models.load import load_model, random_model
 from tokenmill.parallel.group import Group
@@ -139,6 +140,36 @@ def test_ranks_together_compute_what_one_does(tmp_path: Path, size: int, tie: bo
     expected = logits_of(load(folder), PROMPT)
     for found in run_ranks(size, lambda group: logits_of(load(folder, group), PROMPT)):
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_rank_reads_its_rows_alone(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(make_tiny_llama(tmp_path, vocab_size=262))
+    read: dict[str, list[tuple[int, int]]] = {}
+
+    class Spy:
+        name, spec, shapes = checkpoint.name, checkpoint.spec, checkpoint.shapes
+
+        def read(self, name: str, start: int, stop: int, *, is_pinned: bool = False) -> Tensor:
+            read.setdefault(name, []).append((start, stop))
+            return checkpoint.read(name, start, stop)
+
+    backends = make_backends("reference", checkpoint.spec)
+    load_model(Spy(), dtype=torch.float32, group=Group(1, 2), attention=backends)
+    assert read.keys() == checkpoint.shapes.keys()
+    assert read["model.layers.0.self_attn.q_proj.weight"] == [(32, 64)]
+    assert read["model.layers.1.self_attn.v_proj.weight"] == [(16, 32)]
+    assert read["model.layers.1.mlp.up_proj.weight"] == [(48, 96)]
+    assert read["lm_head.weight"] == [(131, 262)]
+    assert read["model.layers.0.mlp.down_proj.weight"] == [(0, 64)]  # some columns of each row
+
+
+def test_a_tensor_is_read_in_blocks_by_several_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_tiny_llama(tmp_path)
+    expected = logits_of(load(folder), PROMPT)
+    monkeypatch.setattr(models_load, "BLOCK_ELEMENTS", 100)
+    monkeypatch.setattr(models_load, "TASK_BLOCKS", 3)
+    monkeypatch.setattr(models_load.os, "cpu_count", lambda: 5)
+    assert torch.equal(logits_of(load(folder), PROMPT), expected)
 
 
 def test_ranks_hold_their_share_of_the_kv_heads(tmp_path: Path) -> None:

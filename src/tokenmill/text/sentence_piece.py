@@ -88,7 +88,7 @@ def piece_backend(pieces: Pieces, *, prefix_everywhere: bool = True) -> Backend:
     """
     unknown = pieces.ids.get("unknown")
     unknown_token = None if unknown is None else pieces.tokens[unknown]
-    merges = _merges_by_score(pieces)
+    merges = merges_by_score(pieces)
     backend = byte_pairs(pieces.tokens, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown_token)
     steps: list[normalizers.Normalizer] = [normalizers.Precompiled(pieces.charsmap)] if pieces.charsmap else []
     if pieces.squeeze:
@@ -102,6 +102,22 @@ def piece_backend(pieces: Pieces, *, prefix_everywhere: bool = True) -> Backend:
     shown = [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*shown, decoders.Strip(" ", 1, 0)] if pieces.add_prefix else shown)
     return backend
+
+
+def merges_by_score(pieces: Pieces) -> list[tuple[str, str]]:
+    """Every cut of a token into two others, best score first: SentencePiece's BPE in the form of merges.
+
+    Only normal tokens take part: plain text must not merge into a control token.
+    """
+    listed = zip(pieces.tokens, pieces.scores, pieces.kinds, strict=True)
+    ranks = {token: -score for token, score, kind in listed if kind == NORMAL}
+    merges = [
+        (rank, -cut, -len(token), index, token)
+        for index, (token, rank) in enumerate(ranks.items())
+        for cut in range(1, len(token))
+        if token[:cut] in ranks and token[cut:] in ranks
+    ]
+    return [(token[:-left], token[-left:]) for _, left, _, _, token in sorted(merges)]
 
 
 def byte_pairs(tokens: Sequence[str], merges: list[tuple[str, str]], **options: Any) -> Backend:
@@ -128,22 +144,6 @@ def add_ends(backend: Backend, tokens: Sequence[str], bos: int | None, eos: int 
         single = [] if bos is None else [tokens[bos]]
         single += ["$A"] if eos is None else ["$A", tokens[eos]]
         backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=marks)
-
-
-def _merges_by_score(pieces: Pieces) -> list[tuple[str, str]]:
-    """Every cut of a token into two others, best score first: SentencePiece's BPE in the form of merges.
-
-    Only normal tokens take part: plain text must not merge into a control token.
-    """
-    listed = zip(pieces.tokens, pieces.scores, pieces.kinds, strict=True)
-    ranks = {token: -score for token, score, kind in listed if kind == NORMAL}
-    merges = [
-        (rank, -cut, -len(token), index, token)
-        for index, (token, rank) in enumerate(ranks.items())
-        for cut in range(1, len(token))
-        if token[:cut] in ranks and token[cut:] in ranks
-    ]
-    return [(token[:-left], token[-left:]) for _, left, _, _, token in sorted(merges)]
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
