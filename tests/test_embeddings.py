@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from tests.models.oracle import Oracle
-from tests.support.tiny_models import make_tiny_llama
+from tests.support.tiny_models import make_embedding_model, make_tiny_llama
 from tokenmill import LLM, SamplingParams
 from tokenmill.errors import InvalidRequest
 
@@ -77,19 +75,10 @@ def test_what_cannot_be_is_refused(tiny):
 
 @pytest.mark.parametrize("mode", ["lasttoken", "mean_tokens"])
 def test_an_embedding_model_pools_as_its_files_say(tmp_path, mode):
-    """Laid out as Qwen3-Embedding is: tensors without a prefix, no output matrix, sentence-transformers' files."""
     folder = make_tiny_llama(tmp_path, architecture="Qwen3ForCausalLM")
     states = [Oracle(folder).final_states(prompt) for prompt in PROMPTS]
     pooled = [its[-1] if mode == "lasttoken" else its.mean(0) for its in states]
-    tensors = load_file(folder / "model.safetensors")
-    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
-    save_file(bare, folder / "model.safetensors")
-    (folder / "1_Pooling").mkdir()
-    modes = {"pooling_mode_cls_token": False, f"pooling_mode_{mode}": True, "include_prompt": True}
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 64, **modes}))
-    kinds = ("Transformer", "Pooling", "Normalize")
-    modules = [{"idx": i, "type": f"sentence_transformers.models.{kind}"} for i, kind in enumerate(kinds)]
-    (folder / "modules.json").write_text(json.dumps(modules))
+    make_embedding_model(folder, mode)
     with LLM(folder, dtype="float32") as llm:
         expected = torch.nn.functional.normalize(torch.stack(pooled))
         torch.testing.assert_close(torch.tensor(llm.embed(PROMPTS)), expected, atol=1e-5, rtol=0)

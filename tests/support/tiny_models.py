@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
@@ -82,6 +82,19 @@ def make_tiny_llama(
     _write_tensors(folder, {name: tensor.to(dtype) for name, tensor in tensors.items()}, sharded)
     write_byte_tokenizer(folder, vocab_size)
     return folder
+
+
+def make_embedding_model(folder: Path, mode: str) -> None:
+    """Lay a model out as Qwen3-Embedding is: no prefix, no output matrix, sentence-transformers' files."""
+    tensors = load_file(folder / "model.safetensors")
+    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+    save_file(bare, folder / "model.safetensors")
+    (folder / "1_Pooling").mkdir()
+    modes = {"pooling_mode_cls_token": False, f"pooling_mode_{mode}": True, "include_prompt": True}
+    _write_json(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": 64, **modes})
+    kinds = enumerate(("Transformer", "Pooling", "Normalize"))
+    modules = [{"idx": index, "type": f"sentence_transformers.models.{kind}"} for index, kind in kinds]
+    _write_json(folder / "modules.json", modules)
 
 
 def random_llama_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from tests.weights.gguf_files import SIZES, read_all, write_gguf, write_raw
 from tokenmill.errors import ModelUnreadable
 from tokenmill.spec import RopeSpec
 from tokenmill.weights.checkpoint import open_checkpoint
-from tokenmill.weights.gguf_config import ARCHITECTURES, FLOATS, QUANTISED
+from tokenmill.weights.gguf_config import ARCHITECTURES, FLOATS, QUANTISED, spec_from_metadata
 from tokenmill.weights.gguf_file import hugging_face_name
 
 
@@ -122,6 +122,26 @@ def test_what_cannot_be_read_is_said(tmp_path: Path, options: dict[str, Any], me
     path, _ = write_gguf(tmp_path / "m.gguf", **options)
     with pytest.raises(ModelUnreadable, match=message):
         open_checkpoint(path)
+
+
+@pytest.mark.parametrize("pattern", [3, [True, True, False, True]])
+def test_windows_of_some_layers(pattern: int | list[bool]) -> None:
+    prefixed = {"block_count": 4, "context_length": 512, "embedding_length": 64, "feed_forward_length": 96}
+    prefixed |= {"attention.head_count": 4, "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 1e-6}
+    prefixed |= {"attention.sliding_window": 128, "attention.sliding_window_pattern": pattern}
+    metadata = {"general.architecture": "gemma3", **{f"gemma3.{key}": value for key, value in prefixed.items()}}
+    spec = spec_from_metadata(metadata, {"token_embd.weight": (50, 64)}, {}, "m.gguf")
+    assert (spec.window, spec.window_layers) == (128, (0, 1, 3))
+
+
+@pytest.mark.parametrize(("layers", "scale"), [(61, 16), (62, 36)])
+def test_gemma_of_27b_scales_by_its_width(layers: int, scale: int) -> None:
+    prefixed = {"block_count": layers, "context_length": 512, "embedding_length": 144, "feed_forward_length": 96}
+    prefixed |= {"attention.head_count": 4, "attention.key_length": 16, "attention.value_length": 16}
+    prefixed |= {"attention.layer_norm_rms_epsilon": 1e-6, "attention.head_count_kv": 2}
+    metadata = {"general.architecture": "gemma3", **{f"gemma3.{key}": value for key, value in prefixed.items()}}
+    spec = spec_from_metadata(metadata, {"token_embd.weight": (50, 144)}, {}, "m.gguf")
+    assert spec.attention_scale == pytest.approx(scale**-0.5)
 
 
 def test_a_name_that_is_there_twice(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from tokenmill.errors import ModelUnreadable
 from tokenmill.spec import ModelSpec
 from tokenmill.weights.fields import Fields
-from tokenmill.weights.hf_config import MOST_POSITIONS, check_spec, spec_from_config
+from tokenmill.weights.hf_config import FULL, MOST_POSITIONS, SLIDING, check_spec, spec_from_config
 
 GEMMA_NORMS = {"ffn_norm": "pre_feedforward_layernorm"}
 QWEN_MOE = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
@@ -70,7 +70,6 @@ NEEDED = {
 OPTIONAL = {
     "num_key_value_heads": "attention.head_count_kv",
     "sliding_window": "attention.sliding_window",
-    "sliding_window_pattern": "attention.sliding_window_pattern",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
     "num_experts": "expert_count",
@@ -145,6 +144,10 @@ def _config(architecture: Architecture, fields: Fields, shapes: Mapping[str, tup
     config = dict(architecture.config)
     config |= {name: fields.number(key) for name, key in OPTIONAL.items() if fields.values.get(key)}
     config |= {name: fields.number(key) for name, key in NEEDED.items()}
+    if isinstance(pattern := fields.values.get("attention.sliding_window_pattern"), list):
+        config["layer_types"] = [SLIDING if has_window else FULL for has_window in pattern]
+    elif pattern:
+        config["sliding_window_pattern"] = fields.number("attention.sliding_window_pattern")
     heads, hidden = fields.whole("attention.head_count"), fields.whole("embedding_length")
     head_dim = fields.whole("attention.key_length", max(1, hidden // heads))
     if fields.whole("attention.value_length", head_dim) != head_dim:
