@@ -146,3 +146,12 @@ def test_poolings_that_cannot_be_made_are_refused(
     (folder / "modules.json").write_text(json.dumps([{"type": f"sentence_transformers.models.{m}"} for m in modules]))
     with pytest.raises(ModelUnreadable, match=words):
         Tokenizer.load(folder)
+
+
+def test_tokens_that_a_model_must_have(tmp_path: Path) -> None:
+    backend = byte_level()
+    added = backend.get_vocab_size(with_added_tokens=True)
+    backend.add_special_tokens(["<image>"])  # Gemma 3 has one more than its smallest model has vectors
+    tokenizer = Tokenizer.load(write_folder(tmp_path / "model", backend))
+    assert tokenizer.vocab_size == added + 1
+    assert tokenizer.num_own_tokens == added - 1  # without <think> too

@@ -266,7 +266,7 @@ def test_processes_end_to_end(tmp_path: Path, byte_tokenizer: Tokenizer) -> None
                 ),
             ]
         )
-        own = {"sampling_defaults": {"top_k": 9}, "pooling": "last", "num_own_tokens": len(fields["tokens"])}
+        own = {"sampling_defaults": {"top_k": 9}, "pooling": "last", "num_own_tokens": len(fields["tokens"]) - 1}
         assert ready["tokenizer-0"].info == {**own, "dialect": Dialect()}
         tokenizer.send(LIMITS)
         tokenizer.send(job([1], text="fox", params={"max_tokens": 3, "stop": ["o"]}))

@@ -56,7 +56,7 @@ def load_model(
     except (RuntimeError, MemoryError) as error:
         size = sum(source.target.nbytes for source in planned.values())
         raise StartFailed(f"no memory for the model's {size / 2**30:.1f} GiB: free some, or take a smaller") from error
-    _fill(sources, checkpoint, is_pinned=device is not None and device.type == "cuda")
+    _fill(sources, checkpoint)
     return model
 
 
@@ -132,13 +132,20 @@ def _some(names: Iterable[str]) -> str:
     return ", ".join(listed[:NAMES_SHOWN]) + more
 
 
-def _fill(sources: Sources, checkpoint: WeightSource, *, is_pinned: bool) -> None:
+def _fill(sources: Sources, checkpoint: WeightSource) -> None:
+    index = next(iter(sources.values())).target.device.index  # None: the CPU
+
+    def begin() -> None:
+        torch.set_num_threads(1)
+        if index is not None:  # a thread begins with the first device, where pinning would take memory
+            torch.accelerator.set_device_index(index)
+
     def read(name: str, source: Source, start: int, stop: int) -> None:
         columns, first = source.columns, source.rows.start
         with torch.inference_mode():  # a thread has a mode of its own
             for at in range(start, stop, block := _block_rows(source)):
                 end = min(at + block, stop)
-                rows = checkpoint.read(name, at, end, is_pinned=is_pinned and columns is None)
+                rows = checkpoint.read(name, at, end, is_pinned=index is not None and columns is None)
                 part = rows if columns is None else rows[:, columns.start : columns.stop]
                 source.target[at - first : end - first].copy_(part + source.offset if source.offset else part)
 
@@ -150,7 +157,7 @@ def _fill(sources: Sources, checkpoint: WeightSource, *, is_pinned: bool) -> Non
         for start in range(source.rows.start, source.rows.stop, step)
     ]
     readers = min(READERS, os.cpu_count() or 1)
-    with ThreadPoolExecutor(readers, "weights", torch.set_num_threads, (1,)) as pool:
+    with ThreadPoolExecutor(readers, "weights", begin) as pool:
         for _ in pool.map(read, *zip(*tasks, strict=True)):  # what fails first ends the rest
             pass
 

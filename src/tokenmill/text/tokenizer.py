@@ -24,7 +24,7 @@ class Tokenizer:
     Attributes:
         token_bytes: the bytes of an id; None if only whole lists of ids can be decoded.
         pooling: how an embedding model makes one vector of a text.
-        num_own_tokens: tokens that its model must have, those added later left out.
+        num_own_tokens: tokens that its model must have. Of those added later models may lack some.
         strips_first_space: whether the first space of a decoded text was put there by the tokenizer.
         spell: what an id is alone: text, and bytes. Bytes that are no text are told as OpenAI does.
     """
@@ -40,13 +40,14 @@ class Tokenizer:
         self.chat_template = vocabulary.chat_template
         self.sampling_defaults = vocabulary.sampling_defaults
         self.pooling = vocabulary.pooling
-        self.num_own_tokens = self._backend.get_vocab_size(with_added_tokens=False)
         self.vocab_size = self._backend.get_vocab_size(with_added_tokens=True)
         self.token_bytes, self.strips_first_space = token_bytes(self._backend)
         longest_first = sorted(filter(None, special.values()), key=len, reverse=True)
         self.special_pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self.spell = lru_cache(MAX_SPELLED)(self._spell)
-        self._letters_per_token = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
+        vocab = self._backend.get_vocab(with_added_tokens=True)
+        self._letters_per_token = max(map(len, vocab), default=1)
+        self.num_own_tokens = 1 + max((token_id for token_id in vocab.values() if token_id not in added), default=-1)
 
     @classmethod
     def load(cls, path: Path, *, or_bytes: bool = False) -> Tokenizer:
