@@ -64,7 +64,7 @@ def main(family: str) -> None:
         scale=1.0, num_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16, num_sms=132, pdl=True
     )
     few = {"first_prompts": (2,), "prompts": (2,)}
-    rehearsal = Rehearsal(spec, Group.solo(), config, TritonOps(has_pdl=True), attention, (9, 0), **few)
+    rehearsal = Rehearsal(spec, Group.solo(), config, TritonOps(has_pdl=True), (attention,), (9, 0), **few)
     beside.begin(rehearsal)
     beside.wait(for_all=True)
     gpu = NoGPU()
@@ -102,7 +102,7 @@ def first_kernels(prompts):
         return True
 
     knobs.runtime.jit_cache_hook = note
-    next(Rehearsal(spec, Group.solo(), config, TritonOps(has_pdl=True), attention, (9, 0), prompts).launch())
+    next(Rehearsal(spec, Group.solo(), config, TritonOps(has_pdl=True), (attention,), (9, 0), prompts).launch())
     return found
 
 
