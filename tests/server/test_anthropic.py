@@ -85,7 +85,7 @@ def test_what_else_is_asked_for() -> None:
     for choice, forced in (("auto", False), ("none", False), ("any", True)):
         asked = parse(tools=[ADD, PING], tool_choice={"type": choice})
         assert (asked.params.structured_outputs is not None) is forced
-        assert asked.tools.names == (set() if choice == "none" else {"add", "ping"})
+        assert asked.tools.callable.keys() == (set() if choice == "none" else {"add", "ping"})
     assert parse(tools=[ADD], tool_choice={"type": "tool", "name": "add"}).params.structured_outputs is not None
     once = {"type": "auto", "disable_parallel_tool_use": True}
     assert parse(tools=[ADD], tool_choice=once).params.structured_outputs is not None

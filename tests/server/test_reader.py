@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,8 @@ from tokenmill.server.parts import Part
 from tokenmill.server.reader import AnswerReader, ToolReader
 from tokenmill.text.dialect import TOOL_STYLES, Dialect
 
-NAMES = ("f", "g")
+PARAMETERS = {"s": {"type": "string"}, "t": {"type": ["string", "null"]}, "n": {"type": "number"}, "o": True}
+TOOLS: dict[str, dict[str, Any]] = {"f": {"type": "object", "properties": PARAMETERS}, "g": {"properties": []}}
 ADD = '{"a": [1, -2.5e3, {"x": null}], "b": "q\\"}{\\u00e9"}'
 
 
@@ -30,7 +32,7 @@ def read(dialect: Dialect, text: str, *, is_thinking: bool = False) -> list[tupl
     """What is read, the same for pieces of one letter, of some, and all at once."""
     results = []
     for size in (1, 3, 7, len(text) or 1):
-        reader = AnswerReader(dialect, NAMES, is_thinking)
+        reader = AnswerReader(dialect, TOOLS, is_thinking)
         parts = [part for i in range(0, len(text), size) for part in reader.push(text[i : i + size])]
         assert all(part.text for part in parts)
         results.append(merged(parts + reader.finish()))
@@ -60,6 +62,18 @@ HERMES = f'<tool_call>\n{{"name": "f", "arguments": {ADD}}}\n</tool_call>'
         ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', call(0, "f", '{"a": 1}')),
         ("hermes", '<tool_call>{"id": [1], "name": "f", "arguments": {}}</tool_call>', call(0, "f", "{}")),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1', call(0, "f", '{"a": 1')),
+        (
+            "hermes",
+            "Hm <tool_call>\n<function=f>\n<parameter=s>\n5\n</parameter>\n<parameter=t>\nnull\n</parameter>\n"
+            "<parameter=n>\n5\n</parameter>\n<parameter=o>\n<b>\n\n</parameter>\n</function>\n</tool_call>"
+            "<tool_call><function=g><parameter=t>[1, {}]</parameter></function></tool_call>",
+            [
+                *content("Hm"),
+                *call(0, "f", '{"s": "5", "t": null, "n": 5, "o": "<b>\\n"}'),
+                *call(1, "g", '{"t": [1, {}]}'),
+            ],
+        ),
+        ("hermes", "<tool_call><function=f></function></tool_call>", call(0, "f", "{}")),
         ("mistral", f'[TOOL_CALLS] [{{"name": "f", "arguments": {ADD}}}]', call(0, "f", ADD)),
         (
             "mistral",
@@ -97,6 +111,10 @@ def test_calls(style: str, text: str, expected: list[tuple[str, str, int]]) -> N
         ("hermes", " \n"),
         ("hermes", "a <tool <<tool_call> x {"),
         ("hermes", "ends in <tool_c"),
+        ("hermes", "<tool_call><function=nope></function></tool_call>"),
+        ("hermes", "<tool_call><function=f><x></function></tool_call>"),
+        ("hermes", "<tool_call><function=f><parameter=s>5</function></tool_call>"),
+        ("hermes", "<tool_call><f></f></tool_call>"),
         ("hermes", 'quotes "<tool_call>" and goes on\n'),
         ("hermes", '<tool_call>{"name": "nope", "arguments": {}}</tool_call> done '),
         ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
@@ -133,7 +151,7 @@ def test_any_text_is_read_the_same_in_any_pieces(style: str, pieces: list[str]) 
 
 
 def test_nothing_is_held_back_longer_than_it_must_be() -> None:
-    reader = ToolReader(TOOL_STYLES["hermes"], NAMES)
+    reader = ToolReader(TOOL_STYLES["hermes"], TOOLS)
     assert reader.push("Hello,") == [Part("content", "Hello,")]
     assert reader.push(" you <") == [Part("content", " you")]
     assert reader.push("b") == [Part("content", " <b")]
@@ -174,6 +192,6 @@ def test_calls_after_thoughts() -> None:
 
 
 def test_what_is_too_long_for_a_name_is_content_at_once() -> None:
-    reader = ToolReader(TOOL_STYLES["mistral"], NAMES)
+    reader = ToolReader(TOOL_STYLES["mistral"], TOOLS)
     said = "[TOOL_CALLS]" + "so " * 100
     assert merged(reader.push(said)) == content(said.rstrip())

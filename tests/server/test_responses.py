@@ -95,7 +95,7 @@ def test_what_else_is_asked_for() -> None:
         stream_options={"include_obfuscation": False},
     )
     assert (call.params.max_tokens, call.params.temperature, call.params.top_k) == (7, 0.5, 3)
-    assert (call.params.logprobs, call.tools.names) == (0, {"ping"})
+    assert (call.params.logprobs, call.tools.callable.keys()) == (0, {"ping"})
     assert parse(top_logprobs=2).params.logprobs == 2
     assert parse().params.max_tokens is None
     shaped = {"type": "json_schema", "name": "n", "schema": {"type": "integer"}, "strict": True}

@@ -52,17 +52,17 @@ def prompt_of(call: GenerationRequest) -> ChatPrompt:
 
 def test_tools_reach_the_template_and_their_tags_the_text() -> None:
     call = request(tools=[ADD, PING])
-    assert call.tools.names == {"add", "ping"}
+    assert call.tools.callable.keys() == {"add", "ping"}
     assert prompt_of(call).tools == [ADD, PING]
     assert (prompt_of(call).shown_ids, prompt_of(call).thought_tags) == ([7], ["<think>", "</think>"])
     for fields in ({}, {"tools": []}, {"tools": [ADD], "tool_choice": "none"}, {"tool_choice": "auto"}):
         call = request(**fields)
-        assert (call.tools.names, prompt_of(call).tools, prompt_of(call).shown_ids) == (frozenset(), None, [])
+        assert (call.tools.callable.keys(), prompt_of(call).tools, prompt_of(call).shown_ids) == (frozenset(), None, [])
 
 
 def test_allowed_tools_are_called_and_all_are_shown() -> None:
     call = request(tools=[ADD, PING], tool_choice=ALLOWED)
-    assert (call.tools.names, prompt_of(call).tools) == ({"add"}, [ADD, PING])
+    assert (call.tools.callable.keys(), prompt_of(call).tools) == ({"add"}, [ADD, PING])
 
 
 @pytest.mark.parametrize(

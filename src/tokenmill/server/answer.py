@@ -53,9 +53,8 @@ class Answer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the request; the body must have been received."""
         call = self._call
-        options: dict[str, Any] = {"echo": call.echo, "scheduling": call.scheduling, "size": self._size}
-        options["name"] = self._name
-        with self._client.open(call.prompts, call.params, **options) as generation:
+        options: dict[str, Any] = {"name": self._name, "scheduling": call.scheduling, "size": self._size}
+        with self._client.open(call.prompts, call.params, echo=call.echo, **options) as generation:
             watcher = asyncio.create_task(_watch(receive, generation))
             try:
                 await generation.accepted()

@@ -148,13 +148,13 @@ class MessagesShape(Streamed):
     def start(self, head: Head, generation: Generation) -> None:
         """See `Shape.start`."""
         super().start(head, generation)
-        self._reader = self._new_reader(self._call.tools.names)
+        self._reader = self._new_reader(self._call.tools.callable)
 
     def whole(self, deltas: Sequence[Sequence[TextDelta]]) -> Json:
         """The whole answer."""
         self._end = deltas[0][-1]
         blocks: list[Json] = []
-        for part in read_whole("".join(delta.text for delta in deltas[0]), self._call.tools.names, self._new_reader):
+        for part in read_whole("".join(delta.text for delta in deltas[0]), self._call.tools.callable, self._new_reader):
             kind = "tool_use" if part.kind in ("call", "arguments") else part.kind
             if part.kind == "call" or not blocks or blocks[-1]["type"] != _BLOCKS[kind][0]:
                 blocks.append(self._block(part))

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Generator, Mapping
+from typing import Any
 
 import msgspec
 
@@ -27,6 +28,7 @@ ARGUMENTS = ("arguments", "parameters")
 ARGS_MARK = "[ARGS]"
 
 Letters = Generator[None, str, str]
+Json = dict[str, Any]
 
 
 class _Broken(Exception):
@@ -34,15 +36,15 @@ class _Broken(Exception):
 
 
 class ToolReader:
-    """Splits off calls of the tools of these names.
+    """Splits off calls of tools, whose parameters are JSON schemas.
 
     `_held` is what will be content if that which is being read turns out to be no call; `_blank` is space after
     content, shown when more content follows and dropped when a call does.
     """
 
-    def __init__(self, style: ToolStyle, names: Collection[str]) -> None:
+    def __init__(self, style: ToolStyle, tools: Mapping[str, Json]) -> None:
         self._style = style
-        self._names = names
+        self._tools = tools
         self._parts: list[Part] = []
         self._blank = self._held = ""
         self._back = ""  # a letter that was read too far
@@ -169,6 +171,8 @@ class ToolReader:
             yield from self._call_object()
         elif self._style.in_list:
             yield from self._named_call(letter)
+        elif letter == "<" and self._style.tags.end:
+            yield from self._tagged_call()
         else:
             raise _Broken
         self._arguments = self._arguments or "{}"
@@ -199,6 +203,28 @@ class ToolReader:
         self._name = head[:-1].removesuffix(ARGS_MARK).strip()
         return (yield from self._call_arguments(head[-1]))
 
+    def _tagged_call(self) -> Letters:
+        """<function=NAME>, <parameter=KEY>VALUE</parameter> for each, </function>: Qwen3-Coder's way."""
+        head = yield from self._until(">")
+        self._name = head.removeprefix("function=").strip()
+        if head == self._name or self._name not in self._tools:
+            raise _Broken
+        values: Json = {}
+        while (tag := (yield from self._until(">")).strip()) != "</function":
+            key = tag.removeprefix("<parameter=")
+            if key == tag:
+                raise _Broken
+            text = yield from self._until("</parameter>")
+            values[key] = _typed(self._tools[self._name], key, text.removeprefix("\n").removesuffix("\n"))
+        self._arguments = json.dumps(values, ensure_ascii=False)
+        return ""
+
+    def _until(self, mark: str) -> Letters:
+        text = ""
+        while not text.endswith(mark):
+            text += yield from self._take()
+        return text.removesuffix(mark)
+
     def _call_arguments(self, letter: str) -> Letters:
         if letter == '"':  # an object within a string
             self._arguments = yield from self._string()
@@ -218,7 +244,7 @@ class ToolReader:
 
     def _open(self) -> None:
         """Announce the call, with the arguments so far: there is no way back."""
-        if self._name not in self._names:
+        if self._name not in self._tools:
             raise _Broken
         if not self._is_open:
             self._num_calls += 1
@@ -300,11 +326,11 @@ class ToolReader:
 
 
 class AnswerReader:
-    """Text to thoughts, content, and calls of the tools of these names."""
+    """Text to thoughts, content, and calls of tools; see `ToolReader`."""
 
-    def __init__(self, dialect: Dialect, names: Collection[str], is_thinking: bool) -> None:
+    def __init__(self, dialect: Dialect, tools: Mapping[str, Json], is_thinking: bool) -> None:
         self._thoughts = ThoughtReader(dialect.thoughts, is_thinking) if dialect.thoughts else None
-        self._tools = ToolReader(dialect.style, names) if names else None
+        self._tools = ToolReader(dialect.style, tools) if tools else None
 
     def push(self, text: str) -> list[Part]:
         """What is certain."""
@@ -322,19 +348,34 @@ class AnswerReader:
         return [part for each in read for part in each]
 
 
-def read_whole(text: str, names: Collection[str], reader: Callable[[Collection[str]], AnswerReader]) -> list[Part]:
+def read_whole(
+    text: str, tools: Mapping[str, Json], reader: Callable[[Mapping[str, Json]], AnswerReader]
+) -> list[Part]:
     """A whole text, where a call whose arguments are cut or broken is content: then nothing in it is a call."""
-    read = reader(names)
+    read = reader(tools)
     parts = read.push(text) + read.finish()
     arguments = {part.index: "" for part in parts if part.kind == "call"}
     for part in parts:
         if part.kind == "arguments":
             arguments[part.index] += part.text
-    return parts if all(map(is_object, arguments.values())) else read_whole(text, (), reader)
+    return parts if all(map(is_object, arguments.values())) else read_whole(text, {}, reader)
 
 
 def _content(text: str) -> list[Part]:
     return [Part("content", text)] if text else []
+
+
+def _typed(schema: Json, key: str, text: str) -> Any:
+    """A value that was written without quotes: JSON, unless it is to be a string, or can only be one."""
+    properties = schema.get("properties")
+    its = properties.get(key) if isinstance(properties, dict) else None
+    kind = its.get("type") if isinstance(its, dict) else None
+    if kind == "string" or (isinstance(kind, list) and "string" in kind and text != "null"):
+        return text
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+        return text
 
 
 def is_object(text: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -134,17 +134,17 @@ class ResponsesShape(Streamed):
     def start(self, head: Head, generation: Generation) -> None:
         """See `Shape.start`."""
         super().start(head, generation)
-        self._begin(self._call.tools.names)
+        self._begin(self._call.tools.callable)
 
-    def _begin(self, names: Collection[str]) -> None:
+    def _begin(self, tools: Mapping[str, Json]) -> None:
         self._output: list[Json] = []
         self._logprobs: list[Json] = []  # of tokens whose text is held back
-        self._reader = self._new_reader(names)
+        self._reader = self._new_reader(tools)
 
     def whole(self, deltas: Sequence[Sequence[TextDelta]]) -> Json:
         """The whole answer. A call whose arguments are broken is text: then nothing in it is a call."""
-        for names in (self._call.tools.names, ()):
-            self._begin(names)
+        for tools in (self._call.tools.callable, {}):
+            self._begin(tools)
             deque((event for delta in deltas[0] for event in self._events(delta)), maxlen=0)
             calls = [item for item in self._output if item["type"] == "function_call" and item["status"] == "completed"]
             if all(is_object(call["arguments"]) for call in calls):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,8 +55,8 @@ class Shape(ABC):
     def _timings(self) -> Json:
         return {"timings": self._generation.timings} if self._head.has_timings else {}
 
-    def _new_reader(self, names: Collection[str]) -> AnswerReader:
-        return AnswerReader(self._dialect, names, self._generation.is_thinking)
+    def _new_reader(self, tools: Mapping[str, Json]) -> AnswerReader:
+        return AnswerReader(self._dialect, tools, self._generation.is_thinking)
 
 
 class Streamed(Shape):
@@ -169,7 +169,7 @@ class ChatShape(_Chunks):
 
     def first_chunks(self, index: int) -> Iterator[Json]:
         """The role, with empty content."""
-        self._readers[index] = self._new_reader(self._call.tools.names)
+        self._readers[index] = self._new_reader(self._call.tools.callable)
         yield self._chunk(index, {"role": "assistant", "content": ""})
 
     def chunks(self, index: int, delta: TextDelta) -> Iterator[Json]:
@@ -188,7 +188,7 @@ class ChatShape(_Chunks):
 
     def choice(self, index: int, whole: TextDelta) -> Json:
         """A call whose arguments are cut or broken is shown as what it is: content."""
-        parts = read_whole(whole.text, self._call.tools.names, self._new_reader)
+        parts = read_whole(whole.text, self._call.tools.callable, self._new_reader)
         message: Json = {"role": "assistant", "content": None, "refusal": None}
         calls: list[Json] = []
         for part in parts:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tokenmill.errors import InvalidRequest
@@ -24,10 +24,10 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools of a request, as templates show them; `names` of those that may be called; the grammar, if any."""
+    """The tools of a request, as templates show them; the parameters of those that may be called; any grammar."""
 
     shown: Sequence[Json] = ()
-    names: frozenset[str] = frozenset()
+    callable: Mapping[str, Json] = field(default_factory=dict)
     grammar: str | None = None
 
 
@@ -62,7 +62,7 @@ def tool_use(
     is_strict = any(function.get("strict") for function in allowed.values())
     needs_grammar = allowed and (mode == "required" or is_strict or not is_parallel or answer is not None)
     grammar = _grammar(dialect, allowed, mode == "required", is_parallel, answer) if needs_grammar else None
-    return ToolUse([*tools], frozenset(names), grammar)
+    return ToolUse([*tools], {name: function.get("parameters") or {} for name, function in allowed.items()}, grammar)
 
 
 def _chosen(choice: Any, names: list[str]) -> tuple[str, list[str]]:
