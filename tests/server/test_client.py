@@ -12,7 +12,17 @@ from tokenmill.server.client import MAX_QUESTIONS, EngineClient
 from tokenmill.server.errors import EngineError
 from tokenmill.types import FinishReason, SamplingParams, Usage
 from tokenmill.wire.channel import MemoryChannel
-from tokenmill.wire.messages import Abort, Probe, TextBatch, TextDelta, Tokenized, TokenizeJob, ToScheduler, ToTokenizer
+from tokenmill.wire.messages import (
+    Abort,
+    Probe,
+    TextBatch,
+    TextCall,
+    TextDelta,
+    Tokenized,
+    TokenizeJob,
+    ToScheduler,
+    ToTokenizer,
+)
 
 
 class Pipes:
@@ -286,5 +296,20 @@ def test_questions_are_bounded() -> None:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
         assert client.open_entries == 0
+
+    asyncio.run(run())
+
+
+def test_questions_that_wait_take_room_while_they_do() -> None:
+    async def run() -> None:
+        client = Pipes(max_waiting_tokens=10).client
+        first = asyncio.create_task(client.ask(TextCall(text="x"), 60, size=30))
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match="30 bytes are waiting"):
+            await client.ask(TextCall(text="x"), 60, size=30)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        with pytest.raises(Overloaded, match="not answered"):
+            await client.ask(TextCall(text="x"), 0, size=30)
 
     asyncio.run(run())

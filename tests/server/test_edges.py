@@ -23,6 +23,7 @@ from tokenmill.server.app import create_app
 from tokenmill.server.edges import EdgeSettings
 from tokenmill.server.keys import Keys, read_keys
 from tokenmill.server.schema import check
+from tokenmill.server.sse import Heartbeat
 
 CHAT = "/v1/chat/completions"
 GET_ROUTES = ("/health", "/ready", "/version", "/metrics", "/v1/models", "/v1/models/org/tiny", "/v1/cache", "/docs")
@@ -269,6 +270,20 @@ def test_a_stream_without_news_gets_comments(site: Site) -> None:
         assert {message["body"] for message in connection.sent[1:4]} == {b": keep-alive\n\n"}
 
     asyncio.run(run())
+
+
+def test_a_heart_beats_only_after_a_rest() -> None:
+    async def run() -> list[None]:
+        beats: list[None] = []
+        beat = Heartbeat(60, lambda: beats.append(None))
+        beat._look()
+        assert beats == []
+        beat._rested -= 61
+        beat._look()
+        beat.stop()
+        return beats
+
+    assert len(asyncio.run(run())) == 1
 
 
 @pytest.mark.parametrize(("by_flag", "asked"), [(True, {}), (False, {"timings": True}), (False, {})])
