@@ -252,4 +252,7 @@ def test_a_broken_call_is_text() -> None:
     assert (item["type"], item["content"][0]["text"]) == ("message", broken)
     cut = Speaking().answer(PATH, input=broken, tools=[ADD], max_output_tokens=broken.index("1") + 1)
     (item,) = cut["output"]
+    assert (item["type"], item["status"]) == ("message", "incomplete")
+    events = Speaking().events(PATH, input=broken, tools=[ADD], max_output_tokens=broken.index("1") + 1)
+    (item,) = events[-1]["response"]["output"]
     assert (item["type"], item["status"], item["arguments"]) == ("function_call", "incomplete", '{"a": 1')

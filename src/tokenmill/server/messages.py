@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -10,16 +10,14 @@ import msgspec
 from tokenmill.errors import InvalidRequest, TokenmillError
 from tokenmill.server.errors import anthropic_error
 from tokenmill.server.fields import CHAT
-from tokenmill.server.generation import Generation
 from tokenmill.server.messages_fields import COUNT_TOKENS, MESSAGES
-from tokenmill.server.parts import Part
+from tokenmill.server.parts import Kind, Part
 from tokenmill.server.protocol import PLAIN, GenerationRequest, parse_as_chat
-from tokenmill.server.reader import read_whole
-from tokenmill.server.shapes import Batch, Head, Streamed, call_id
+from tokenmill.server.reader import is_object
+from tokenmill.server.shapes import Blocks, call_id
 from tokenmill.server.sse import encode_event
 from tokenmill.text.dialect import Dialect
 from tokenmill.types import FinishReason
-from tokenmill.wire.messages import TextDelta
 
 Json = dict[str, Any]
 
@@ -33,6 +31,11 @@ RENAMED = {
     "chat_template_kwargs": "thinking",
 }
 PING = encode_event({"type": "ping"}, "ping")
+DELTAS: Mapping[Kind, tuple[str, str]] = {
+    "content": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "arguments": ("input_json_delta", "partial_json"),
+}
 STOP_REASONS = {FinishReason.LENGTH: "max_tokens", FinishReason.STOP: "end_turn"}
 
 
@@ -135,102 +138,68 @@ def _text(content: Any) -> str:
     return content if isinstance(content, str) else "\n".join(block["text"] for block in content)
 
 
-class MessagesShape(Streamed):
+class MessagesShape(Blocks):
     """Blocks as they come."""
 
-    def __init__(self, call: GenerationRequest, dialect: Dialect) -> None:
-        super().__init__(call, dialect)
-        self._num_blocks = 0
-        self._kind = ""  # of the open block
-        self._has_calls = False
-        self._end = TextDelta(uid=0)
-
-    def start(self, head: Head, generation: Generation) -> None:
-        """See `Shape.start`."""
-        super().start(head, generation)
-        self._reader = self._new_reader(self._call.tools.callable)
-
-    def whole(self, deltas: Sequence[Sequence[TextDelta]]) -> Json:
-        """The whole answer."""
-        self._end = deltas[0][-1]
-        blocks: list[Json] = []
-        for part in read_whole("".join(delta.text for delta in deltas[0]), self._call.tools.callable, self._new_reader):
-            kind = "tool_use" if part.kind in ("call", "arguments") else part.kind
-            if part.kind == "call" or not blocks or blocks[-1]["type"] != _BLOCKS[kind][0]:
-                blocks.append(self._block(part))
-            if part.kind != "call":
-                name = _BLOCKS[kind][1]
-                blocks[-1][name] = (blocks[-1][name] or "") + part.text
-        for block in blocks:
-            if block["type"] == "tool_use":
-                self._has_calls, block["input"] = True, msgspec.json.decode(block["input"])
-        return self._message(blocks) | self._stop() | self._timings()
+    types = ("text", "thinking", "tool_use")
 
     def opening(self) -> bytes:
-        """Events before any text."""
+        """See `Streamed.opening`."""
         unfinished = {"stop_reason": None, "stop_sequence": None}
-        return _encode({"type": "message_start", "message": self._message([]) | unfinished}) + PING
-
-    def news(self, batch: Batch) -> bytes:
-        """Events for what is new."""
-        return b"".join(_encode(event) for _, delta in batch for event in self._events(delta))
+        return self._encode([{"type": "message_start", "message": self._message() | unfinished}]) + PING
 
     def beat(self) -> bytes:
-        """What is sent while nothing is new."""
+        """See `Streamed.beat`."""
         return PING
 
     def ending(self) -> bytes:
-        """Events after the end."""
+        """See `Streamed.ending`."""
         ends = {"type": "message_delta", "delta": self._stop(), "usage": self._usage()} | self._timings()
-        return _encode(ends) + _encode({"type": "message_stop"})
+        return self._encode([ends, {"type": "message_stop"}])
 
     def failure(self, error: TokenmillError) -> bytes:
-        """The last event of a stream that cannot go on."""
-        return _encode(anthropic_error(error))
+        """See `Streamed.failure`."""
+        return self._encode([anthropic_error(error)])
 
-    def _events(self, delta: TextDelta) -> Iterator[Json]:
-        parts = self._reader.push(delta.text)
-        if delta.finish_reason is not None:
-            self._end = delta
-            parts += self._reader.finish()
-        for part in parts:
-            kind = "tool_use" if part.kind in ("call", "arguments") else part.kind
-            if part.kind == "call" or kind != self._kind:
-                yield from self._close()
-                yield {"type": "content_block_start", "index": self._num_blocks, "content_block": self._block(part)}
-                self._kind = kind
-                self._has_calls |= part.kind == "call"
-            if part.kind != "call":
-                _, _, name, field = _BLOCKS[kind]
-                shown = {"type": name, field: part.text}
-                yield {"type": "content_block_delta", "index": self._num_blocks, "delta": shown}
-        if delta.finish_reason is not None:
-            yield from self._close()
+    def _encode(self, events: Iterable[Json]) -> bytes:
+        return b"".join(encode_event(event, event["type"]) for event in events)
 
-    def _close(self) -> Iterator[Json]:
-        if self._kind:
-            yield {"type": "content_block_stop", "index": self._num_blocks}
-            self._num_blocks += 1
-            self._kind = ""
+    def _body(self) -> Json:
+        return self._message() | self._stop() | self._timings()
 
-    def _block(self, part: Part) -> Json:
+    def _open(self, part: Part) -> Iterator[Json]:
+        block: Json = {"type": self._type(part)}
         if part.kind == "call":
-            return {"type": "tool_use", "id": call_id(self._dialect), "name": part.text, "input": {}}
-        if part.kind == "reasoning":
-            return {"type": "thinking", "thinking": "", "signature": ""}
-        return {"type": "text", "text": ""}
+            block |= {"id": call_id(self._dialect), "name": part.text, "input": {}}
+        else:
+            block |= {"thinking": "", "signature": ""} if part.kind == "reasoning" else {"text": ""}
+        self._output.append(block)
+        yield {"type": "content_block_start", "index": len(self._output) - 1, "content_block": block}
 
-    def _message(self, blocks: list[Json]) -> Json:
+    def _extend(self, part: Part) -> Iterator[Json]:
+        kind, name = DELTAS[part.kind]
+        delta = {"type": kind, name: part.text}
+        yield {"type": "content_block_delta", "index": len(self._output) - 1, "delta": delta}
+
+    def _end_block(self, block: Json, text: str, *, is_last: bool) -> Iterator[Json]:
+        if block["type"] == "tool_use":
+            block["input"] = msgspec.json.decode(text) if is_object(text) else {}
+        else:
+            block[block["type"]] = text
+        yield {"type": "content_block_stop", "index": len(self._output) - 1}
+
+    def _message(self) -> Json:
         head = self._head
         same = {"id": f"msg_{head.request_id}", "type": "message", "role": "assistant", "model": head.model}
-        return {**same, "content": blocks, "usage": self._usage()}
+        return {**same, "content": self._output, "usage": self._usage()}
 
     def _stop(self) -> Json:
+        assert self._end is not None
         reason, matched = self._end.finish_reason, self._end.stop_reason
         if reason is FinishReason.STOP and isinstance(matched, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": matched}
         shown = STOP_REASONS.get(reason, "pause_turn") if reason is not None else None
-        return {"stop_reason": "tool_use" if self._has_calls and shown == "end_turn" else shown, "stop_sequence": None}
+        return {"stop_reason": "tool_use" if self._calls and shown == "end_turn" else shown, "stop_sequence": None}
 
     def _usage(self) -> Json:
         usage = self._generation.usage
@@ -240,15 +209,3 @@ class MessagesShape(Streamed):
             "cache_creation_input_tokens": 0,
             "output_tokens": usage.completion_tokens,
         }
-
-
-# Of each kind of block: its type, where its text is, and what its deltas are called and hold.
-_BLOCKS = {
-    "content": ("text", "text", "text_delta", "text"),
-    "reasoning": ("thinking", "thinking", "thinking_delta", "thinking"),
-    "tool_use": ("tool_use", "input", "input_json_delta", "partial_json"),
-}
-
-
-def _encode(event: Json) -> bytes:
-    return encode_event(event, event["type"])

@@ -5,19 +5,17 @@ from __future__ import annotations
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from tokenmill.errors import TokenmillError
 from tokenmill.server.fields import CHAT
-from tokenmill.server.generation import Generation
 from tokenmill.server.logprobs import chat_logprobs
-from tokenmill.server.parts import Part
+from tokenmill.server.parts import Kind, Part
 from tokenmill.server.protocol import PLAIN, GenerationRequest, parse_as_chat
-from tokenmill.server.reader import is_object
 from tokenmill.server.responses_fields import ECHOED, RESPONSES, WITH_LOGPROBS
-from tokenmill.server.shapes import Batch, Head, Streamed, call_id
+from tokenmill.server.shapes import Blocks, call_id
 from tokenmill.server.sse import encode_event
 from tokenmill.text.dialect import Dialect
 from tokenmill.types import FinishReason
@@ -38,6 +36,7 @@ RENAMED = {
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
+IDS: Mapping[Kind, str] = {"content": "msg", "reasoning": "rs", "call": "fc"}
 DEFAULTS: Mapping[str, Any] = {
     "metadata": {},
     "parallel_tool_calls": True,
@@ -123,143 +122,109 @@ def _content(content: Any) -> Any:
     return content if isinstance(content, str) else [{"type": "text", "text": part["text"]} for part in content]
 
 
-class ResponsesShape(Streamed):
+class ResponsesShape(Blocks):
     """Items as they come; each event has the next sequence number."""
+
+    types = ("message", "reasoning", "function_call")
 
     def __init__(self, call: GenerationRequest, dialect: Dialect) -> None:
         super().__init__(call, dialect)
-        self._number = self._reasoning_tokens = 0
-        self._end: TextDelta | None = None
-
-    def start(self, head: Head, generation: Generation) -> None:
-        """See `Shape.start`."""
-        super().start(head, generation)
-        self._begin(self._call.tools.callable)
-
-    def _begin(self, tools: Mapping[str, Json]) -> None:
-        self._output: list[Json] = []
-        self._logprobs: list[Json] = []  # of tokens whose text is held back
-        self._reader = self._new_reader(tools)
-
-    def whole(self, deltas: Sequence[Sequence[TextDelta]]) -> Json:
-        """The whole answer. A call whose arguments are broken is text: then nothing in it is a call."""
-        for tools in (self._call.tools.callable, {}):
-            self._begin(tools)
-            deque((event for delta in deltas[0] for event in self._events(delta)), maxlen=0)
-            calls = [item for item in self._output if item["type"] == "function_call" and item["status"] == "completed"]
-            if all(is_object(call["arguments"]) for call in calls):
-                break
-        return self._response()
+        self._number = 0
 
     def opening(self) -> bytes:
-        """Events before any text."""
+        """See `Streamed.opening`."""
         kinds = "response.created", "response.in_progress"
-        return self._encode({"type": kind, "response": self._response()} for kind in kinds)
-
-    def news(self, batch: Batch) -> bytes:
-        """Events for what is new."""
-        return self._encode(event for _, delta in batch for event in self._events(delta))
+        return self._encode({"type": kind, "response": self._body()} for kind in kinds)
 
     def ending(self) -> bytes:
-        """Events after the end."""
-        response = self._response()
+        """See `Streamed.ending`."""
+        response = self._body()
         return self._encode([{"type": f"response.{response['status']}", "response": response}])
 
     def failure(self, error: TokenmillError) -> bytes:
-        """The last event of a stream that cannot go on."""
+        """See `Streamed.failure`."""
+        deque(self._close(is_last=True), maxlen=0)
         failed = {"status": "failed", "error": {"code": "server_error", "message": error.message}}
-        return self._encode([{"type": "response.failed", "response": self._response() | failed}])
+        return self._encode([{"type": "response.failed", "response": self._body() | failed}])
 
-    def _encode(self, events: Iterator[Json] | Sequence[Json]) -> bytes:
+    def _encode(self, events: Iterable[Json]) -> bytes:
         encoded = []
         for event in events:
             encoded.append(encode_event({**event, "sequence_number": self._number}, event["type"]))
             self._number += 1
         return b"".join(encoded)
 
-    def _events(self, delta: TextDelta) -> Iterator[Json]:
-        parts = self._reader.push(delta.text)
-        has_ended = delta.finish_reason is not None
-        if has_ended:
-            self._end = delta
-            parts += self._reader.finish()
-        if parts and parts[-1].kind == "reasoning":
-            self._reasoning_tokens = delta.completion_tokens
-        self._logprobs += (chat_logprobs(delta.logprobs or None) or {"content": []})["content"]
-        for part in parts:
-            yield from self._add(part)
-        if has_ended:
-            if not self._output or (self._logprobs and self._output[-1]["type"] == "message"):
-                yield from self._add(Part("content", ""))
-            is_whole = delta.finish_reason is FinishReason.STOP
-            yield from self._close("completed" if is_whole else "incomplete")
+    def _begin(self, tools: Mapping[str, Json]) -> None:
+        super()._begin(tools)
+        self._logprobs: list[Json] = []  # of tokens whose text is held back
+        self._num_tokens = self._reasoning_tokens = 0
 
-    def _add(self, part: Part) -> Iterator[Json]:
-        kinds = {"content": "message", "reasoning": "reasoning", "call": "", "arguments": "function_call"}
-        if not self._output or self._output[-1]["type"] != kinds[part.kind]:
-            yield from self._close("completed")
-            yield from self._open(part)
-        item = self._output[-1]
-        logprobs, self._logprobs = self._logprobs, []  # those of thoughts and calls are not shown
+    def _events(self, delta: TextDelta) -> Iterator[Json]:
+        self._logprobs += (chat_logprobs(delta.logprobs or None) or {"content": []})["content"]
+        self._num_tokens = delta.completion_tokens
+        yield from super()._events(delta)
+
+    def _close(self, *, is_last: bool = False) -> Iterator[Json]:
+        if is_last and (not self._output or (self._logprobs and self._output[-1]["type"] == "message")):
+            yield from self._add(Part("content", ""))
+        yield from super()._close(is_last=is_last)
+
+    def _open(self, part: Part) -> Iterator[Json]:
+        item: Json = {
+            "type": self._type(part),
+            "id": f"{IDS[part.kind]}_{uuid.uuid4().hex}",
+            "status": "in_progress",
+        }
+        shown: Json | None = None
         if part.kind == "call":
-            return
-        place = self._place(item)
+            item |= {"call_id": call_id(self._dialect), "name": part.text, "arguments": ""}
+        elif part.kind == "reasoning":
+            item |= {"summary": [], "content": []}
+            shown = {"type": "reasoning_text", "text": ""}
+        else:
+            item |= {"role": "assistant", "content": []}
+            shown = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        self._output.append(item)
+        yield {"type": "response.output_item.added", "output_index": len(self._output) - 1, "item": item}
+        if shown is not None:
+            item["content"] = [shown]
+            yield {"type": "response.content_part.added", **self._place(item), "content_index": 0, "part": shown}
+
+    def _extend(self, part: Part) -> Iterator[Json]:
+        item, logprobs, self._logprobs = self._output[-1], self._logprobs, []  # of thoughts and calls none are shown
+        event = {**self._place(item), "delta": part.text}
         if part.kind == "arguments":
-            item["arguments"] += part.text
-            yield {"type": "response.function_call_arguments.delta", **place, "delta": part.text}
+            yield {"type": "response.function_call_arguments.delta", **event}
             return
         shown = item["content"][0]
-        shown["text"] += part.text
-        event = {**place, "content_index": 0, "delta": part.text}
-        if part.kind == "content":
+        if part.kind == "reasoning":
+            self._reasoning_tokens = self._num_tokens
+        else:
             shown["logprobs"] += logprobs
             event["logprobs"] = logprobs
         if part.text:
-            yield {"type": f"response.{shown['type']}.delta", **event}
+            yield {"type": f"response.{shown['type']}.delta", "content_index": 0, **event}
 
-    def _open(self, part: Part) -> Iterator[Json]:
-        item: Json
-        shown: Json | None = None
-        if part.kind == "call":
-            calls = {"call_id": call_id(self._dialect), "name": part.text, "arguments": ""}
-            item = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "status": "in_progress", **calls}
-        elif part.kind == "reasoning":
-            item = {"type": "reasoning", "id": f"rs_{uuid.uuid4().hex}", "status": "in_progress", "summary": []}
-            shown = {"type": "reasoning_text", "text": ""}
-        else:
-            item = {"type": "message", "id": f"msg_{uuid.uuid4().hex}", "status": "in_progress", "role": "assistant"}
-            shown = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        self._output.append(item)
-        place = {"output_index": len(self._output) - 1}
-        if shown is None:
-            yield {"type": "response.output_item.added", **place, "item": {**item}}
-            return
-        yield {"type": "response.output_item.added", **place, "item": {**item, "content": []}}
-        item["content"] = [shown]
-        place = self._place(item) | {"content_index": 0}
-        yield {"type": "response.content_part.added", **place, "part": {**shown, "text": ""}}
-
-    def _close(self, status: str) -> Iterator[Json]:
-        """The last item is whole, or as whole as it will be."""
-        if not self._output or self._output[-1]["status"] != "in_progress":
-            return
-        item = self._output[-1]
-        item["status"] = status
-        place = self._place(item)
-        if item["type"] == "function_call":
-            done = {"name": item["name"], "arguments": item["arguments"]}
+    def _end_block(self, block: Json, text: str, *, is_last: bool) -> Iterator[Json]:
+        is_whole = not is_last or (self._end is not None and self._end.finish_reason is FinishReason.STOP)
+        block["status"] = "completed" if is_whole else "incomplete"
+        place = self._place(block)
+        if block["type"] == "function_call":
+            block["arguments"] = text
+            done = {"name": block["name"], "arguments": text}
             yield {"type": "response.function_call_arguments.done", **place, **done}
         else:
-            shown = item["content"][0]
+            shown = block["content"][0]
+            shown["text"] = text
             done = {name: shown[name] for name in ("text", "logprobs") if name in shown}
             yield {"type": f"response.{shown['type']}.done", **place, "content_index": 0, **done}
-            yield {"type": "response.content_part.done", **place, "content_index": 0, "part": {**shown}}
-        yield {"type": "response.output_item.done", "output_index": place["output_index"], "item": {**item}}
+            yield {"type": "response.content_part.done", **place, "content_index": 0, "part": shown}
+        yield {"type": "response.output_item.done", "output_index": place["output_index"], "item": block}
 
     def _place(self, item: Json) -> Json:
         return {"item_id": item["id"], "output_index": len(self._output) - 1}
 
-    def _response(self) -> Json:
+    def _body(self) -> Json:
         head, asked, params = self._head, self._call.asked, self._call.params
         reason = None if self._end is None else self._end.finish_reason
         status = "in_progress" if reason is None else "completed" if reason is FinishReason.STOP else "incomplete"

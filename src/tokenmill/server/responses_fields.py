@@ -125,7 +125,7 @@ RESPONSE = Table(
     given("completed_at", nullable(COUNT)),
     given("status", one_of("in_progress", "completed", "incomplete", "failed")),
     given("model", TEXT),
-    given("output", array(OUTPUT), "in a stream's first events empty"),
+    given("output", array(OUTPUT), "in a stream's first events empty; of a whole answer, calls that are cut or broken are text"),
     given("usage", nullable(USAGE), "null before the end; cache_write_tokens are those that were not cached"),
     given("error", nullable(full(code=TEXT, message=TEXT)), "with status failed"),
     given(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from tokenmill.server.generation import Generation
 from tokenmill.server.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from tokenmill.server.parts import Part
 from tokenmill.server.protocol import GenerationRequest
-from tokenmill.server.reader import AnswerReader, read_whole
+from tokenmill.server.reader import AnswerReader, is_object, read_whole
 from tokenmill.server.sse import COMMENT, DONE, Chunks, encode_event
 from tokenmill.text.dialect import Dialect
 from tokenmill.types import FinishReason, TokenLogprobs, Usage
@@ -81,6 +82,92 @@ class Streamed(Shape):
     @abstractmethod
     def failure(self, error: TokenmillError) -> bytes:
         """The last event of a stream that cannot go on."""
+
+
+class Blocks(Streamed):
+    """An answer as blocks, one after another: thoughts, texts and calls, as newer APIs have them.
+
+    A subclass says what `types` blocks of content, thoughts and calls have, and encodes its events. A call that is cut or broken is text of a
+    whole answer: then nothing in it is a call.
+    """
+
+    types: tuple[str, str, str]
+
+    def __init__(self, call: GenerationRequest, dialect: Dialect) -> None:
+        super().__init__(call, dialect)
+        self._end: TextDelta | None = None
+
+    def start(self, head: Head, generation: Generation) -> None:
+        """See `Shape.start`."""
+        super().start(head, generation)
+        self._begin(self._call.tools.callable)
+
+    def whole(self, deltas: Sequence[Sequence[TextDelta]]) -> Json:
+        """See `Shape.whole`."""
+        for tools in (self._call.tools.callable, {}):
+            self._begin(tools)
+            deque((event for delta in deltas[0] for event in self._events(delta)), maxlen=0)
+            if all(map(is_object, self._calls)):
+                break
+        return self._body()
+
+    def news(self, batch: Batch) -> bytes:
+        """See `Streamed.news`."""
+        return self._encode(event for _, delta in batch for event in self._events(delta))
+
+    @abstractmethod
+    def _body(self) -> Json:
+        """The answer as it is."""
+
+    @abstractmethod
+    def _encode(self, events: Iterable[Json]) -> bytes: ...
+
+    @abstractmethod
+    def _open(self, part: Part) -> Iterator[Json]:
+        """Add a block to the output, and what tells of it."""
+
+    @abstractmethod
+    def _extend(self, part: Part) -> Iterator[Json]:
+        """What tells of more in the last block."""
+
+    @abstractmethod
+    def _end_block(self, block: Json, text: str, *, is_last: bool) -> Iterator[Json]:
+        """Put all of its text into a block, and what tells of its end."""
+
+    def _type(self, part: Part) -> str:
+        return self.types[{"content": 0, "reasoning": 1}.get(part.kind, 2)]
+
+    def _begin(self, tools: Mapping[str, Json]) -> None:
+        self._output: list[Json] = []
+        self._calls: list[str] = []  # the arguments of each
+        self._text: list[str] = []  # of the open block
+        self._is_open = False
+        self._reader = self._new_reader(tools)
+
+    def _events(self, delta: TextDelta) -> Iterator[Json]:
+        parts = self._reader.push(delta.text)
+        if delta.finish_reason is not None:
+            self._end = delta
+            parts += self._reader.finish()
+        for part in parts:
+            yield from self._add(part)
+        if delta.finish_reason is not None:
+            yield from self._close(is_last=True)
+
+    def _add(self, part: Part) -> Iterator[Json]:
+        if part.kind == "call" or not self._is_open or self._output[-1]["type"] != self._type(part):
+            yield from self._close()
+            yield from self._open(part)
+            self._is_open = True
+        if part.kind != "call":
+            self._text.append(part.text)
+            yield from self._extend(part)
+
+    def _close(self, *, is_last: bool = False) -> Iterator[Json]:
+        if self._is_open:
+            block, text, self._text, self._is_open = self._output[-1], "".join(self._text), [], False
+            self._calls += [text] if block["type"] == self.types[2] else []
+            yield from self._end_block(block, text, is_last=is_last)
 
 
 class _Chunks(Streamed):
