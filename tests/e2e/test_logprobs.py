@@ -9,8 +9,8 @@ import pytest
 from openai import OpenAI
 
 from tests.e2e.test_openai_client import GREEDY, MESSAGES, client
+from tokenmill.schema import check
 from tokenmill.server.fields import CHAT_RESPONSE, COMPLETION_RESPONSE
-from tokenmill.server.schema import check
 
 pytestmark = pytest.mark.server
 __all__ = ["client"]  # a fixture

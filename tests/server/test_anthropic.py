@@ -10,10 +10,10 @@ import pytest
 from tests.server.site import Site, user
 from tests.server.speaking import GOOD, OTHER, SAID, Speaking, written
 from tokenmill.errors import InvalidRequest
+from tokenmill.schema import check
 from tokenmill.server.messages import parse_messages
 from tokenmill.server.messages_fields import MESSAGE_ERROR, MESSAGE_RESPONSE
 from tokenmill.server.protocol import GenerationRequest
-from tokenmill.server.schema import check
 from tokenmill.text.dialect import Dialect
 from tokenmill.types import StructuredOutputs
 from tokenmill.wire.messages import ChatPrompt

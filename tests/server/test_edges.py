@@ -18,11 +18,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.server.site import COMPLETIONS, SETTINGS, Site, error_of, user
 from tests.server.test_leaving import Connection, until
 from tokenmill.errors import ConfigError
+from tokenmill.schema import check
 from tokenmill.server.apis import ANSWERS
 from tokenmill.server.app import create_app
 from tokenmill.server.edges import EdgeSettings
 from tokenmill.server.keys import Keys, read_keys
-from tokenmill.server.schema import check
 from tokenmill.server.sse import Heartbeat
 
 CHAT = "/v1/chat/completions"

@@ -24,6 +24,7 @@ from pydantic import BaseModel
 
 from tests.server.site import COMPLETIONS, Site, user
 from tokenmill.errors import InvalidRequest, UnsupportedField
+from tokenmill.schema import Field, Table, check, equals, words
 from tokenmill.server.apis import APIS
 from tokenmill.server.fields import CHAT, CHAT_CHUNK, CHAT_RESPONSE, COMPLETION, COMPLETION_RESPONSE, ERROR, NAME
 from tokenmill.server.messages import parse_count, parse_messages
@@ -32,7 +33,6 @@ from tokenmill.server.protocol import parse_chat, parse_completion
 from tokenmill.server.reference import reference
 from tokenmill.server.responses import parse_responses
 from tokenmill.server.responses_fields import RESPONSE, RESPONSES
-from tokenmill.server.schema import Field, Table, check, equals, words
 from tokenmill.text.dialect import Dialect
 from tokenmill.types import SamplingParams
 

@@ -10,12 +10,12 @@ import pytest
 from tests.server.site import Site, error_of
 from tests.server.speaking import GOOD, OTHER, SAID, Speaking
 from tokenmill.errors import InvalidRequest
+from tokenmill.schema import check
 from tokenmill.server.errors import renamed
 from tokenmill.server.generation import Generation
 from tokenmill.server.protocol import GenerationRequest
 from tokenmill.server.responses import ResponsesShape, parse_responses
 from tokenmill.server.responses_fields import RESPONSE
-from tokenmill.server.schema import check
 from tokenmill.server.shapes import Head
 from tokenmill.text.dialect import Dialect
 from tokenmill.types import FinishReason, Logprob, StructuredOutputs, TokenLogprobs

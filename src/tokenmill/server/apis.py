@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tokenmill.schema import OBJECT, TEXT, Schema, Table, array, full, nullable, one_of, record, whole
 from tokenmill.server.embeddings import EmbeddingShape, parse_embedding
 from tokenmill.server.fields import (
     CHAT,
@@ -25,7 +26,6 @@ from tokenmill.server.messages_fields import COUNT_RESPONSE, COUNT_TOKENS, MESSA
 from tokenmill.server.protocol import GenerationRequest, parse_chat, parse_completion
 from tokenmill.server.responses import ResponsesShape, parse_responses
 from tokenmill.server.responses_fields import RESPONSE, RESPONSES
-from tokenmill.server.schema import OBJECT, TEXT, Schema, Table, array, full, nullable, one_of, record, whole
 from tokenmill.server.shapes import ChatShape, CompletionShape, Shape
 from tokenmill.text.dialect import Dialect
 from tokenmill.wire.messages import Pulse

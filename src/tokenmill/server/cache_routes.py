@@ -11,12 +11,12 @@ from starlette.responses import PlainTextResponse, Response
 
 from tokenmill.errors import InvalidRequest
 from tokenmill.sched.dump import as_text
+from tokenmill.schema import TEXT, Table, one_of, whole
 from tokenmill.server.apis import answers_of, described
 from tokenmill.server.client import EngineClient
 from tokenmill.server.errors import json_response
 from tokenmill.server.fields import FLUSH, PIN, PROBE
 from tokenmill.server.protocol import Fields, Prompt, prompts_of, template_prompt
-from tokenmill.server.schema import TEXT, Table, one_of, whole
 from tokenmill.wire.messages import CacheCall, CacheVerb
 
 Reader = Callable[[Request], Awaitable[tuple[dict[str, Any], int]]]

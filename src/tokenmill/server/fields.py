@@ -6,7 +6,7 @@ Parsing, OpenAPI's schemas and docs/api.md are made from these tables. Sampling 
 
 from __future__ import annotations
 
-from tokenmill.server.schema import (
+from tokenmill.schema import (
     FLAG,
     NULL,
     OBJECT,
@@ -27,6 +27,7 @@ from tokenmill.server.schema import (
     text,
     whole,
 )
+from tokenmill.text.messages import MESSAGES
 from tokenmill.types import (
     MAX_ALLOWED_IDS,
     MAX_BAD_IDS,
@@ -50,16 +51,11 @@ NAME = text(1, 128) | {"pattern": "^[a-zA-Z0-9_.:/-]+$"}
 TOKEN_IDS = array(whole(0, MAX_INT32), 1)
 PROMPT = either(TEXT, array(TEXT, 1, MAX_CHOICES_IN_ALL), TOKEN_IDS, array(TOKEN_IDS, 1, MAX_CHOICES_IN_ALL))
 BAD_WORD = either(text(1), array(whole(0, MAX_INT32), 1, MAX_BAD_IDS))
-ROLES = ("system", "developer", "user", "assistant", "tool")
-PART = tagged("text", "text", text=TEXT)
-CONTENT = either(TEXT, array(PART, 1))
 KINDS = {"json": either(OBJECT, TEXT, FLAG), "json_object": FLAG, "regex": TEXT, "choice": array(TEXT, 1, MAX_TEXTS)}
 GRAMMAR = record(**KINDS, grammar=TEXT, whitespace_pattern=TEXT, disable_any_whitespace=FLAG)
 JSON_SCHEMA = record(["schema"], name=text(1, 64), description=TEXT, schema=OBJECT, strict=FLAG)
 FORMAT = either(tagged("text"), tagged("json_object"), tagged("json_schema", "json_schema", json_schema=JSON_SCHEMA))
 
-CALLED = record(["name"], name=TEXT, arguments=either(TEXT, OBJECT), parsed_arguments={})
-CALL = record(["function"], id=TEXT, type=one_of("function"), index=whole(0), function=CALLED)
 FUNCTION = record(["name"], name=NAME, description=TEXT, parameters=OBJECT, strict=FLAG)
 TOOL = tagged("function", "function", function=FUNCTION)
 NAMED_TOOL = tagged("function", "function", function=full(name=TEXT))
@@ -136,20 +132,6 @@ TEMPLATE = (
     honoured("add_generation_prompt", FLAG, "true unless continue_final_message"),
     honoured("continue_final_message", FLAG, "goes on with the last message, the assistant's"),
     honoured("chat_template_kwargs", OBJECT, "variables of the chat template"),
-)
-MESSAGES = (
-    honoured("messages", array(OBJECT, 1), required=True),
-    honoured("messages[].role", one_of(*ROLES), required=True),
-    honoured("messages[].content", CONTENT, "text, or parts of type text"),
-    honoured("messages[].name", TEXT, "where the chat template shows it"),
-    meaningless("messages[].refusal", one_of(""), "sent back by clients"),
-    meaningless("messages[].parsed", {}, "what clients make of content"),
-    refused("messages[].audio", "text only"),
-    refused("messages[].annotations", "text only", []),
-    refused("messages[].function_call", "use tool_calls"),
-    honoured("messages[].tool_calls", array(CALL), "of the assistant; content may then be null"),
-    honoured("messages[].tool_call_id", TEXT, "of a tool"),
-    honoured("messages[].reasoning_content", TEXT, "of the assistant, where the chat template shows it"),
 )
 TOOLS = (
     honoured("tools", array(TOOL, 0, MAX_TOOLS), "shown by the chat template, or told in the system's message"),

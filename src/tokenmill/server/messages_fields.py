@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from tokenmill.server.fields import COMMON, COUNT, EFFORT, MAX_TOOLS, NAME, SAMPLING
-from tokenmill.server.schema import (
+from tokenmill.schema import (
     FLAG,
-    NULL,
     OBJECT,
     TEXT,
     Table,
@@ -23,7 +21,8 @@ from tokenmill.server.schema import (
     text,
     whole,
 )
-from tokenmill.server.schema import without as rows_without
+from tokenmill.schema import without as rows_without
+from tokenmill.server.fields import COMMON, COUNT, EFFORT, MAX_TOOLS, NAME, SAMPLING
 from tokenmill.types import MAX_INT32, MAX_NAME, MAX_STOP_STRINGS
 
 NO_EFFECT = "the prefix cache finds prefixes by itself"
@@ -32,7 +31,7 @@ NOT_HERE = (
     "user metadata service_tier store prompt_cache_options prompt_cache_key prompt_cache_retention safety_identifier"
 )
 CACHE = {"cache_control": OBJECT}
-TEXT_BLOCK = tagged("text", "text", text=TEXT, citations=NULL, **CACHE)
+TEXT_BLOCK = tagged("text", "text", text=TEXT, **CACHE)
 TEXTS = either(TEXT, array(TEXT_BLOCK))
 BLOCK = either(
     TEXT_BLOCK,

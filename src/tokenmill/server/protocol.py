@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from tokenmill.errors import InvalidRequest, UnsupportedField
+from tokenmill.schema import Table, equals, kind_of
 from tokenmill.server.errors import renamed
 from tokenmill.server.fields import (
     CHAT,
@@ -19,7 +20,6 @@ from tokenmill.server.fields import (
     MAX_REQUEST_ID,
     TOKENIZE,
 )
-from tokenmill.server.schema import Table, equals, kind_of
 from tokenmill.server.tools import ToolUse, tool_use
 from tokenmill.text.dialect import Dialect
 from tokenmill.text.messages import check_messages

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tokenmill.schema import Field, Table, words
 from tokenmill.server.apis import APIS
-from tokenmill.server.schema import Field, Table, words
 
 HEAD = """\
 # The HTTP API, field by field

@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from tokenmill.server.fields import (
-    COMMON,
-    COUNT,
-    EFFORT,
-    MAX_TOOLS,
-    NAME,
-    SAMPLING,
-    TIMINGS,
-)
-from tokenmill.server.schema import (
+from tokenmill.schema import (
     FLAG,
     NULL,
     OBJECT,
@@ -31,6 +22,15 @@ from tokenmill.server.schema import (
     whole,
     without,
 )
+from tokenmill.server.fields import (
+    COMMON,
+    COUNT,
+    EFFORT,
+    MAX_TOOLS,
+    NAME,
+    SAMPLING,
+    TIMINGS,
+)
 from tokenmill.types import MAX_INT32, MAX_LOGPROBS
 
 WITH_LOGPROBS = "message.output_text.logprobs"
@@ -48,8 +48,7 @@ TEXT_PART = record(
     parsed={},
 )
 CONTENT = either(TEXT, array(TEXT_PART, 1))
-NOT_GIVEN = dict.fromkeys(("phase", "caller", "namespace", "async", "async_"), NULL)  # sent back by clients
-SAME = {"id": TEXT, "status": STATUS, **NOT_GIVEN}
+SAME = {"id": TEXT, "status": STATUS}
 CALLED = {"call_id": TEXT, "name": TEXT, "arguments": TEXT}
 THOUGHT = record(["type", "text"], type=one_of("reasoning_text", "summary_text"), text=TEXT)
 ROLES = one_of("user", "assistant", "system", "developer")
@@ -57,7 +56,7 @@ ITEM = either(
     record(["role", "content"], type=one_of("message"), role=ROLES, content=CONTENT, **SAME),
     tagged("function_call", "call_id name arguments", **CALLED, parsed_arguments={}, **SAME),
     tagged("function_call_output", "call_id output", call_id=TEXT, output=CONTENT, **SAME),
-    tagged("reasoning", summary=array(THOUGHT), content=array(THOUGHT), encrypted_content=NULL, **SAME),
+    tagged("reasoning", summary=array(THOUGHT), content=array(THOUGHT), **SAME),
 )
 NAMED = tagged("function", "name", name=TEXT)
 ALLOWED = {"mode": one_of("auto", "required"), "tools": array(NAMED, 1, MAX_TOOLS)}
@@ -102,11 +101,10 @@ PART = either(
     tagged("output_text", "text annotations logprobs", text=TEXT, annotations=array(OBJECT), logprobs=array(OBJECT)),
     tagged("reasoning_text", "text", text=TEXT),
 )
-SHOWN = {"id": TEXT, "status": STATUS}
 OUTPUT = either(
-    full(type=one_of("message"), **SHOWN, role=one_of("assistant"), content=array(PART)),
-    full(type=one_of("function_call"), **SHOWN, **CALLED),
-    full(type=one_of("reasoning"), **SHOWN, summary=array(OBJECT), content=array(PART)),
+    full(type=one_of("message"), **SAME, role=one_of("assistant"), content=array(PART)),
+    full(type=one_of("function_call"), **SAME, **CALLED),
+    full(type=one_of("reasoning"), **SAME, summary=array(OBJECT), content=array(PART)),
 )
 USAGE = full(
     input_tokens=COUNT,
@@ -125,7 +123,11 @@ RESPONSE = Table(
     given("completed_at", nullable(COUNT)),
     given("status", one_of("in_progress", "completed", "incomplete", "failed")),
     given("model", TEXT),
-    given("output", array(OUTPUT), "in a stream's first events empty; of a whole answer, calls that are cut or broken are text"),
+    given(
+        "output",
+        array(OUTPUT),
+        "in a stream's first events empty; of a whole answer, calls that are cut or broken are text",
+    ),
     given("usage", nullable(USAGE), "null before the end; cache_write_tokens are those that were not cached"),
     given("error", nullable(full(code=TEXT, message=TEXT)), "with status failed"),
     given(

@@ -87,8 +87,8 @@ class Streamed(Shape):
 class Blocks(Streamed):
     """An answer as blocks, one after another: thoughts, texts and calls, as newer APIs have them.
 
-    A subclass says what `types` blocks of content, thoughts and calls have, and encodes its events. A call that is cut or broken is text of a
-    whole answer: then nothing in it is a call.
+    A subclass says what `types` blocks of content, thoughts and calls have, and encodes its events. A call that is cut
+    or broken is text of a whole answer: then nothing in it is a call.
     """
 
     types: tuple[str, str, str]

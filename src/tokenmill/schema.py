@@ -201,7 +201,8 @@ def check(value: Any, schema: Schema, where: str) -> None:
             check(item, items, f"{where}[{index}]")
     if isinstance(value, dict) and "properties" in schema:
         for name, item in value.items():
-            _check_property(schema, name, item, f"{where}.{name[:MAX_SHOWN]}")
+            if item is not None or name in schema["properties"]:  # clients send back all that they know, as null
+                _check_property(schema, name, item, f"{where}.{name[:MAX_SHOWN]}")
         missing = next((name for name in schema["required"] if name not in value), None)
         if missing is not None:
             raise InvalidRequest(f"{where}.{missing} is missing", f"{where}.{missing}")
