@@ -92,7 +92,8 @@ def test_untied_output_is_not_ignored(tmp_path: Path) -> None:
         ("intermediate_size", 500_000, r"gate_proj\.weight is \[96, 64\], not \[500000, 64\]"),
         ("num_hidden_layers", 1, r"does not ask for: model\.layers\.1"),
         ("num_hidden_layers", 3, r"lacks tensors .*model\.layers\.2"),
-        ("num_hidden_layers", 500_000, "says 500000 layers but holds only"),
+        ("num_hidden_layers", 4000, "says 4000 layers but holds only"),
+        ("num_hidden_layers", 500_000, "must be a whole number from 1 to 4096, not 500000"),
         ("vocab_size", 300, r"embed_tokens\.weight is \[260, 64\], not \[300, 64\]"),
     ],
 )

@@ -146,6 +146,21 @@ def test_damaged_files(tmp_path: Path, length: int) -> None:
         Tokenizer.load(tmp_path)
 
 
+def test_damaged_bytes_never_end_in_another_error(tmp_path: Path) -> None:
+    path = train(tmp_path, **GEMMA) / "tokenizer.model"
+    sound, draw, refused = path.read_bytes(), random.Random(0), 0
+    for _ in range(150):
+        damaged = bytearray(sound)
+        for _ in range(draw.choice((1, 1, 20))):
+            damaged[draw.randrange(len(damaged))] = draw.choice((0, 1, 0x7F, 0xFF, draw.randrange(256)))
+        path.write_bytes(damaged)
+        try:
+            Tokenizer.load(tmp_path).encode("the fox <think>\n\n é")
+        except ModelUnreadable:
+            refused += 1
+    assert 10 < refused < 150
+
+
 def test_other_kinds_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelUnreadable, match="not of byte pairs"):
         Tokenizer.load(train(tmp_path, kind="unigram"))

@@ -75,6 +75,7 @@ EXPERT_FAMILIES = ("qwen2_moe", "qwen3_moe", "mixtral")
 ROPE_ALIASES = {"su": "longrope"}
 FULL, SLIDING = "full_attention", "sliding_attention"
 MOST_POSITIONS = 2**31 - 1
+MOST_LAYERS = 4096
 
 
 def spec_from_config(config: Mapping[str, Any], where: str) -> ModelSpec:
@@ -87,7 +88,7 @@ def spec_from_config(config: Mapping[str, Any], where: str) -> ModelSpec:
     architecture = _architecture(config, where)
     fields = Fields(where, {**architecture.defaults, **config})
     config = fields.values
-    activation = config.get("hidden_activation") or config.get("hidden_act") or "silu"
+    activation = str(config.get("hidden_activation") or config.get("hidden_act") or "silu")
     if activation not in ACTIVATIONS:
         raise ModelUnreadable(f"{where}: activation {activation!r} is not supported; known: {', '.join(ACTIVATIONS)}")
     if fields.flag("use_bidirectional_attention"):
@@ -98,6 +99,7 @@ def spec_from_config(config: Mapping[str, Any], where: str) -> ModelSpec:
         raise ModelUnreadable(
             f"{where}: weights quantised by {method!r} are not supported: use the model's unquantised or GGUF files"
         )
+    num_layers = fields.whole("num_hidden_layers", most=MOST_LAYERS)
     heads, hidden = fields.whole("num_attention_heads"), fields.whole("hidden_size")
     head_dim = fields.whole("head_dim", max(1, hidden // heads))
     max_position = fields.whole("max_position_embeddings", 2048, most=MOST_POSITIONS)
@@ -111,7 +113,7 @@ def spec_from_config(config: Mapping[str, Any], where: str) -> ModelSpec:
             vocab_size=fields.whole("vocab_size"),
             hidden_size=hidden,
             intermediate_size=fields.whole("intermediate_size"),
-            num_layers=fields.whole("num_hidden_layers"),
+            num_layers=num_layers,
             num_heads=heads,
             num_kv_heads=fields.whole("num_key_value_heads", heads),
             head_dim=head_dim,
@@ -237,7 +239,7 @@ def _rope(fields: Fields, given: Any, head_dim: int, max_position: int, theta: f
     if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
         raise ModelUnreadable(f"{fields.where}: rope settings of an unknown form: {given!r}")
     rope = Fields(f"{fields.where}, rope settings", given)
-    kind = given.get("rope_type") or given.get("type") or "default"
+    kind = str(given.get("rope_type") or given.get("type") or "default")
     kind = ROPE_ALIASES.get(kind, kind)
     kinds: tuple[RopeKind, ...] = get_args(RopeKind)
     if kind not in kinds:
