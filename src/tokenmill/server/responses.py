@@ -59,30 +59,22 @@ def _chat_body(body: Json) -> Json:
     chat = {name: body[name] for name in SHARED if body.get(name) is not None}
     chat["messages"] = _messages(body)
     chat["max_completion_tokens"] = body.get("max_output_tokens")
-    chat["tool_choice"] = body.get("tool_choice")
     chat["top_logprobs"] = body.get("top_logprobs")
-    if tools := body.get("tools"):
-        functions = [{name: value for name, value in tool.items() if name != "type"} for tool in tools]
-        chat["tools"] = [{"type": "function", "function": function} for function in functions]
-    if isinstance(choice := body.get("tool_choice"), dict):
-        chat["tool_choice"] = _choice(choice)
-    form = (body.get("text") or {}).get("format") or {"type": "text"}
-    if form["type"] == "json_schema":
-        schema = {name: value for name, value in form.items() if name != "type"}
-        form = {"type": "json_schema", "json_schema": schema}
-    if form["type"] != "text":
-        chat["response_format"] = form
+    chat["tools"] = [_nested(tool) for tool in body.get("tools") or ()]
+    chat["tool_choice"] = _nested(choice) if isinstance(choice := body.get("tool_choice"), dict) else choice
+    chat["response_format"] = _nested((body.get("text") or {}).get("format") or {"type": "text"})
     if effort := (body.get("reasoning") or {}).get("effort"):
         chat["reasoning_effort"] = effort
     chat["logprobs"] = WITH_LOGPROBS in (body.get("include") or []) or bool(body.get("top_logprobs"))
     return chat
 
 
-def _choice(choice: Json) -> Json:
-    if choice["type"] == "function":
-        return {"type": "function", "function": {"name": choice["name"]}}
-    allowed = {"mode": choice["mode"], "tools": [_choice(tool) for tool in choice["tools"]]}
-    return {"type": "allowed_tools", "allowed_tools": allowed}
+def _nested(flat: Json) -> Json:
+    """Chats have within a field of the type's name what is beside a type here."""
+    rest = {name: value for name, value in flat.items() if name != "type"}
+    if "tools" in rest:
+        rest["tools"] = [_nested(tool) for tool in rest["tools"]]
+    return {"type": flat["type"]} | ({flat["type"]: rest} if rest else {})
 
 
 def _messages(body: Json) -> list[Json]:

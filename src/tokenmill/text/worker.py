@@ -69,20 +69,13 @@ class TokenizerStage:
             return [], wire.Refused(job.uids, _failure(error))
         return jobs, wire.Tokenized(job.uids, len(token_ids), self._is_thinking(job.chat, token_ids))
 
-    def fill_in(self, call: wire.CacheCall) -> wire.CacheCall | wire.CallAnswer:
-        """The call with its prompt as ids; or an answer, when there can be none."""
+    def answer(self, call: wire.CacheCall | wire.TextCall) -> wire.CacheCall | wire.CallAnswer:
+        """A cache call with its prompt as ids; the ids of a text, also of none, or the text of ids; or why not."""
         try:
             assert self.limits is not None, "Limits come before the first call"
-            token_ids = wire.pack_ids(self._prompt_ids(call, self.limits))
-        except Exception as error:
-            return wire.CallAnswer(call.serial, error=_failure(error))
-        return replace(call, text=None, chat=None, token_ids=token_ids)
-
-    def answer(self, call: wire.TextCall) -> wire.CallAnswer:
-        """Ids of a text, or the text of ids; a prompt may be empty here."""
-        try:
-            assert self.limits is not None, "Limits come before the first call"
-            return wire.CallAnswer(call.serial, self._answer(call, self.limits))
+            if isinstance(call, wire.TextCall):
+                return wire.CallAnswer(call.serial, self._answer(call, self.limits))
+            return replace(call, text=None, chat=None, token_ids=wire.pack_ids(self._prompt_ids(call, self.limits)))
         except Exception as error:
             return wire.CallAnswer(call.serial, error=_failure(error))
 
@@ -295,14 +288,12 @@ def tokenizer_loop(
                 server.send(answer)
                 for generate in jobs:
                     scheduler.send(generate)
-            case wire.CacheCall() as call:
-                filled = stage.fill_in(call)
-                if isinstance(filled, wire.CacheCall):
-                    scheduler.send(filled)
+            case wire.CacheCall() | wire.TextCall() as call:
+                answered = stage.answer(call)
+                if isinstance(answered, wire.CacheCall):
+                    scheduler.send(answered)
                 else:
-                    server.send(filled)
-            case wire.TextCall() as text_call:
-                server.send(stage.answer(text_call))
+                    server.send(answered)
             case wire.Abort() as abort:
                 aborted.difference_update(abort.uids)
                 scheduler.send(abort)
