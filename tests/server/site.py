@@ -10,7 +10,7 @@ import httpx
 
 from tests.server.fakes import FakeEngine
 from tokenmill.server.app import create_app
-from tokenmill.server.settings import AppSettings
+from tokenmill.server.routes import AppSettings
 
 SETTINGS = AppSettings(
     model="org/tiny",

@@ -20,8 +20,7 @@ from tests.server.test_leaving import Connection, until
 from tokenmill.errors import ConfigError
 from tokenmill.schema import check
 from tokenmill.server.apis import ANSWERS
-from tokenmill.server.app import create_app
-from tokenmill.server.edges import EdgeSettings
+from tokenmill.server.app import EdgeSettings, create_app
 from tokenmill.server.keys import Keys, read_keys
 from tokenmill.server.sse import Heartbeat
 

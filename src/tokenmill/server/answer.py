@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tokenmill.errors import TokenmillError
-from tokenmill.server.client import EngineClient
 from tokenmill.server.errors import ClientLeft, json_response, renamed
 from tokenmill.server.generation import Generation
 from tokenmill.server.protocol import GenerationRequest
-from tokenmill.server.settings import AppSettings
 from tokenmill.server.shapes import Head, Shape, Streamed
 from tokenmill.server.sse import Heartbeat, send_events, start_stream
 from tokenmill.wire.messages import TextDelta
 
 MANY = 1000  # tokens whose logprobs would keep the event loop busy for long
+Opening = Callable[[], AbstractContextManager[Generation]]
 PREFIX = re.compile("^(chatcmpl-|cmpl-|resp_|msg_)")
 
 
@@ -30,31 +30,16 @@ class Answer(Response):
     Errors before the first byte are raised, for the app to map; later ones become the stream's last event.
     """
 
-    def __init__(
-        self,
-        client: EngineClient,
-        call: GenerationRequest,
-        shape: Shape,
-        settings: AppSettings,
-        request_id: str,
-        holder: str,
-        size: int,
-    ) -> None:
+    def __init__(self, open_: Opening, call: GenerationRequest, shape: Shape, head: Head, keep_alive: float) -> None:
         super().__init__()
-        self._client = client
-        self._call = call
-        self._shape = shape
-        self._head = Head(request_id, settings.model, int(time.time()), settings.timings or call.timings)
-        self._keep_alive = settings.sse_keep_alive
-        self._name = request_name(holder, request_id)
-        self._size = size
-        self._extra_headers = {"x-request-id": request_id}
+        self._open, self._call, self._shape, self._head = open_, call, shape, head
+        self._keep_alive = keep_alive
+        self._extra_headers = {"x-request-id": head.request_id}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the request; the body must have been received."""
         call = self._call
-        options: dict[str, Any] = {"name": self._name, "scheduling": call.scheduling, "size": self._size}
-        with self._client.open(call.prompts, call.params, echo=call.echo, **options) as generation:
+        with self._open() as generation:
             watcher = asyncio.create_task(_watch(receive, generation))
             try:
                 await generation.accepted()

@@ -21,13 +21,12 @@ from starlette.types import ASGIApp
 from tokenmill.config import ServerConfig
 from tokenmill.errors import TokenmillError
 from tokenmill.procs import Report
-from tokenmill.server.app import create_app
+from tokenmill.server.app import EdgeSettings, create_app
 from tokenmill.server.client import EngineClient, Inbox
 from tokenmill.server.connections import ConnectionLimits, LimitedConnection
-from tokenmill.server.edges import EdgeSettings
 from tokenmill.server.errors import EngineError
 from tokenmill.server.keys import Keys
-from tokenmill.server.settings import AppSettings
+from tokenmill.server.routes import AppSettings
 from tokenmill.text.dialect import Dialect
 from tokenmill.wire.channel import PushChannel, address
 from tokenmill.wire.messages import Farewell, Limits, ToServer

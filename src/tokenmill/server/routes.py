@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,10 +22,32 @@ from tokenmill.server.client import EngineClient
 from tokenmill.server.errors import BodyTooLarge, ClientLeft, RouteError, WrongContentType, json_response
 from tokenmill.server.metrics import CONTENT_TYPE, render
 from tokenmill.server.protocol import decode_body, parse_detokenize, parse_tokenize
-from tokenmill.server.settings import AppSettings
+from tokenmill.server.shapes import Head
+from tokenmill.text.dialect import Dialect
 from tokenmill.types import MAX_NAME
 from tokenmill.version import __version__
 from tokenmill.wire.messages import TextCall
+
+
+@dataclass(frozen=True)
+class AppSettings:
+    """What the routes need to know.
+
+    `has_priorities`: requests may have one. `sampling_defaults` and `dialect` are the model's own. The scheduler must
+    answer within `answer_timeout` seconds. A stream without news for `sse_keep_alive` seconds gets a comment; 0 is
+    never. `timings`: every answer has them.
+    """
+
+    model: str
+    max_model_len: int
+    max_body_bytes: int
+    has_priorities: bool
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    dialect: Dialect = field(default_factory=Dialect)
+    answer_timeout: float = 5.0
+    sse_keep_alive: float = 0.0
+    timings: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
 
 
 def make_router(client: EngineClient, settings: AppSettings) -> APIRouter:
@@ -117,8 +142,11 @@ def make_router(client: EngineClient, settings: AppSettings) -> APIRouter:
             tenant = f"{state.holder}/{call.scheduling.tenant}"[:MAX_NAME]
             scheduling = msgspec.structs.replace(call.scheduling, tenant=tenant)
             call = dataclasses.replace(call, scheduling=scheduling)
-        request_id = call.request_id or state.request_id
-        return Answer(client, call, api.shape(call, settings.dialect), settings, request_id, state.holder, len(raw))
+        request_id, has_timings = call.request_id or state.request_id, settings.timings or call.timings
+        head = Head(request_id, settings.model, int(time.time()), has_timings)
+        options: dict[str, Any] = {"scheduling": call.scheduling, "name": request_name(state.holder, request_id)}
+        opening = partial(client.open, call.prompts, call.params, echo=call.echo, size=len(raw), **options)
+        return Answer(opening, call, api.shape(call, settings.dialect), head, settings.sse_keep_alive)
 
     for path, api in APIS.items():
         router.post(path, openapi_extra=api_body(path), summary=api.summary)(partial(answer, path))
