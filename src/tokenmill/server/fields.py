@@ -207,10 +207,7 @@ COUNT = whole(0)
 LOGPROB = number(-9999, 0)
 END = one_of("stop", "length", "tool_calls", "abort", None)
 USAGE = full(
-    prompt_tokens=COUNT,
-    completion_tokens=COUNT,
-    total_tokens=COUNT,
-    prompt_tokens_details=full(cached_tokens=COUNT),
+    prompt_tokens=COUNT, completion_tokens=COUNT, total_tokens=COUNT, prompt_tokens_details=full(cached_tokens=COUNT)
 )
 SECONDS = nullable(number(0))
 TIMINGS = honoured(

@@ -21,12 +21,7 @@ ROWS: tuple[Row, ...] = (
         "Share of pages in use",
         lambda its: 1 - its.available_pages / its.num_pages,
     ),
-    (
-        CounterMetricFamily,
-        "prefix_cache_queries",
-        "Prompt tokens looked up",
-        lambda its: its.prompt_tokens,
-    ),
+    (CounterMetricFamily, "prefix_cache_queries", "Prompt tokens looked up", lambda its: its.prompt_tokens),
     (CounterMetricFamily, "prefix_cache_hits", "Prompt tokens found cached", lambda its: its.cached_tokens),
     (CounterMetricFamily, "num_preemptions", "Running requests put back into the queue", lambda its: its.retractions),
     (CounterMetricFamily, "prompt_tokens", "Prompt tokens of admitted requests", lambda its: its.prompt_tokens),

@@ -12,25 +12,11 @@ import msgspec
 from tokenmill.errors import InvalidRequest, UnsupportedField
 from tokenmill.schema import Table, equals, kind_of
 from tokenmill.server.errors import renamed
-from tokenmill.server.fields import (
-    CHAT,
-    COMPLETION,
-    DETOKENIZE,
-    MAX_CHOICES_IN_ALL,
-    MAX_REQUEST_ID,
-    TOKENIZE,
-)
+from tokenmill.server.fields import CHAT, COMPLETION, DETOKENIZE, MAX_CHOICES_IN_ALL, MAX_REQUEST_ID, TOKENIZE
 from tokenmill.server.tools import ToolUse, tool_use
 from tokenmill.text.dialect import Dialect
 from tokenmill.text.messages import check_messages
-from tokenmill.types import (
-    MAX_GRAMMARS_IN_ALL,
-    MAX_INT32,
-    SamplingParams,
-    Scheduling,
-    StructuredOutputs,
-    deadline_from,
-)
+from tokenmill.types import MAX_GRAMMARS_IN_ALL, MAX_INT32, SamplingParams, Scheduling, StructuredOutputs, deadline_from
 from tokenmill.wire.messages import ChatPrompt, TextCall, pack_ids
 
 Prompt = str | list[int] | ChatPrompt

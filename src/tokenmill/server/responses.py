@@ -162,11 +162,7 @@ class ResponsesShape(Blocks):
         yield from super()._close(is_last=is_last)
 
     def _open(self, part: Part) -> Iterator[Json]:
-        item: Json = {
-            "type": self._type(part),
-            "id": f"{IDS[part.kind]}_{uuid.uuid4().hex}",
-            "status": "in_progress",
-        }
+        item: Json = {"type": self._type(part), "id": f"{IDS[part.kind]}_{uuid.uuid4().hex}", "status": "in_progress"}
         shown: Json | None = None
         if part.kind == "call":
             item |= {"call_id": call_id(self._dialect), "name": part.text, "arguments": ""}

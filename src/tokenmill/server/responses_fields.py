@@ -22,15 +22,7 @@ from tokenmill.schema import (
     whole,
     without,
 )
-from tokenmill.server.fields import (
-    COMMON,
-    COUNT,
-    EFFORT,
-    MAX_TOOLS,
-    NAME,
-    SAMPLING,
-    TIMINGS,
-)
+from tokenmill.server.fields import COMMON, COUNT, EFFORT, MAX_TOOLS, NAME, SAMPLING, TIMINGS
 from tokenmill.types import MAX_INT32, MAX_LOGPROBS
 
 WITH_LOGPROBS = "message.output_text.logprobs"

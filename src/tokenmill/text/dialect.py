@@ -50,10 +50,7 @@ TOOL_STYLES: Mapping[str, ToolStyle] = {
     ),
     "json": ToolStyle(is_bare=True, between="\n"),
 }
-THOUGHTS: Mapping[str, Tags] = {
-    "think": Tags("<think>", "</think>"),
-    "mistral": Tags("[THINK]", "[/THINK]"),
-}
+THOUGHTS: Mapping[str, Tags] = {"think": Tags("<think>", "</think>"), "mistral": Tags("[THINK]", "[/THINK]")}
 
 
 VARIABLES = "reasoning_effort", "enable_thinking"

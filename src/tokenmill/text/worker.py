@@ -262,10 +262,7 @@ def _max_tokens(params: SamplingParams, prompt_tokens: int, max_model_len: int, 
 
 
 def tokenizer_loop(
-    stage: TokenizerStage,
-    inbox: Receiver[ToTokenizer],
-    scheduler: Sender[ToScheduler],
-    server: Sender[ToServer],
+    stage: TokenizerStage, inbox: Receiver[ToTokenizer], scheduler: Sender[ToScheduler], server: Sender[ToServer]
 ) -> None:
     """Work through the inbox, at most until Stop. Every job is answered, also one whose Abort is there already."""
     queue: deque[ToTokenizer] = deque()
@@ -300,10 +297,7 @@ def tokenizer_loop(
 
 
 def detokenizer_loop(
-    stage: DetokenizerStage,
-    inbox: Receiver[ToDetokenizer],
-    scheduler: Sender[ToScheduler],
-    server: Sender[ToServer],
+    stage: DetokenizerStage, inbox: Receiver[ToDetokenizer], scheduler: Sender[ToScheduler], server: Sender[ToServer]
 ) -> None:
     """Turn what the scheduler sends into text, at most until Stop."""
     while True:
