@@ -20,6 +20,7 @@ DEFAULT_POOL_TOKENS = 65536
 MIN_QUEUE_TOKENS = 1 << 20
 MAX_THREADS = 1024
 PAGE_TABLE_ENTRY_SIZE = 8
+SPARE_WINDOW_PAGES = 3  # beside a window: one that is begun at its start, and some for the tokens of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,11 @@ class EngineConfig:
     page_size: int = 16
     """Tokens a K/V page."""
     num_pages: int | None = None
-    """K/V pages; auto sizes the pool from free memory."""
+    """K/V pages of the layers that attend to everything, or of all where all have a window; auto sizes the pools from
+    free memory."""
+    num_window_pages: int | None = None
+    """K/V pages of the layers with a window, in models that have both kinds; auto is half as many as --num-pages, or as
+    many where no request is longer than the window."""
     memory_fraction: float | None = None
     """Share of free memory that the K/V pool may take when --num-pages is auto; auto is 0.25, on CUDA 0.9."""
     threads: int | None = None
@@ -201,6 +206,9 @@ class ResolvedConfig:
     graph_max_batch: int
     capture_first: bool
     debug_checks: bool
+    window: int = 0  # of the layers that have one, if any
+    num_window_pages: int = 0
+    has_full_kind: bool = True  # whether there are others; if not, `num_pages` only bounds the requests and the tree
 
     @property
     def has_priorities(self) -> bool:
@@ -211,6 +219,19 @@ class ResolvedConfig:
     def pool_tokens(self) -> int:
         """Tokens that the K/V pool holds."""
         return self.num_pages * self.page_size
+
+    @property
+    def kind_pages(self) -> tuple[int, ...]:
+        """Pages of each kind of K/V, in the order of `ModelSpec.kv_kinds`."""
+        windows = (self.num_window_pages,) if self.window else ()
+        return (self.num_pages, *windows) if self.has_full_kind else windows
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens of one request that a step may compute: in windows, all their pages must be there at once."""
+        if not self.window or self.num_window_pages >= self.pages_per_request:
+            return self.max_model_len
+        return (self.num_window_pages - 1) * self.page_size - self.window + 1
 
     @property
     def pages_per_request(self) -> int:
@@ -237,16 +258,20 @@ def resolve(raw: RunConfig, hardware: HardwareInfo, spec: ModelSpec) -> Resolved
     check_range("--memory-fraction", share_of_memory, 0, 1)
     check_range("--reserve-ratio", scheduler.reserve_ratio, 0, 1)
     dtype: DTypeName = hardware.fastest_dtype if raw.model.dtype == "auto" else raw.model.dtype
-    num_pages = _num_pages(engine, share_of_memory, hardware, spec, dtype)
-    pool_tokens = num_pages * engine.page_size
+    longest = spec.max_position if raw.model.max_model_len is None else min(raw.model.max_model_len, spec.max_position)
+    pools = _pools(engine, share_of_memory, hardware, spec, dtype, longest)
+    pool_tokens = pools[0] * engine.page_size  # of requests of any length, where there are layers that hold these
+    has_full_kind = not spec.kv_kinds[0].window
+    max_model_len = _max_model_len(raw.model.max_model_len, pool_tokens if has_full_kind else longest, spec)
+    per_request = -(-max_model_len // engine.page_size)
     config = ResolvedConfig(
         device=hardware.device,
         dtype=dtype,
         attention=engine.attention.replace("auto", defaults.attention),
         threads=engine.threads or hardware.num_threads,
         page_size=engine.page_size,
-        num_pages=num_pages,
-        max_model_len=_max_model_len(raw.model.max_model_len, pool_tokens, spec),
+        num_pages=pools[0] if has_full_kind else max_running * per_request + pools[0],
+        max_model_len=max_model_len,
         max_running=max_running,
         max_waiting=scheduler.max_waiting or max(4 * max_running, pool_tokens // 16),
         max_waiting_tokens=scheduler.max_waiting_tokens or max(MIN_QUEUE_TOKENS, 16 * pool_tokens),
@@ -260,22 +285,25 @@ def resolve(raw: RunConfig, hardware: HardwareInfo, spec: ModelSpec) -> Resolved
         graph_max_batch=min(engine.graph_max_batch, max_running) if hardware.device == "cuda" else 0,
         capture_first=engine.capture_first and hardware.device == "cuda",
         debug_checks=engine.debug_checks,
+        window=spec.kv_kinds[-1].window,
+        num_window_pages=pools[-1] if spec.kv_kinds[-1].window else 0,
+        has_full_kind=has_full_kind,
     )
-    needed = config.pool_tokens * spec.kv_bytes_per_token(ELEMENT_SIZE[dtype])
-    needed += config.max_running * config.pages_per_request * PAGE_TABLE_ENTRY_SIZE
-    if needed > hardware.memory_bytes:
-        raise ConfigError(
-            f"K/V pool and page table take {needed >> 20} MiB, but {hardware.memory_bytes >> 20} MiB are free: "
-            "lower --num-pages, --page-size or --max-running"
-        )
+    _check_pools(config, hardware, spec)
     return config
 
 
-def _num_pages(engine: EngineConfig, share: float, hardware: HardwareInfo, spec: ModelSpec, dtype: DTypeName) -> int:
-    """The pages asked for, or those that fit the memory; on a CPU not more than are of use."""
-    num_pages = engine.num_pages
+def _pools(
+    engine: EngineConfig, share: float, hardware: HardwareInfo, spec: ModelSpec, dtype: DTypeName, longest: int
+) -> list[int]:
+    """The pages of each kind that were asked for, or that fit the memory; on a CPU not more than are of use."""
+    kinds, num_pages = spec.kv_kinds, engine.num_pages
+    # Layers with a window need few pages of long requests, and as many as the others of short ones.
+    shares = [2 if kind.window and len(kinds) > 1 and longest > kind.window else 1 for kind in kinds]
     if num_pages is None:
-        tokens = int(hardware.memory_bytes * share) // spec.kv_bytes_per_token(ELEMENT_SIZE[dtype])
+        sizes = [spec.kv_bytes_per_token(ELEMENT_SIZE[dtype], kind) for kind in kinds]
+        a_token = sum(size / part for size, part in zip(sizes, shares, strict=True))
+        tokens = int(hardware.memory_bytes * share / a_token)
         if hardware.device == "cpu":
             tokens = min(tokens, max(DEFAULT_POOL_TOKENS, spec.max_position))
         num_pages = tokens // engine.page_size
@@ -288,7 +316,37 @@ def _num_pages(engine: EngineConfig, share: float, hardware: HardwareInfo, spec:
     check_range("--num-pages", num_pages, 1)
     if num_pages * engine.page_size < 2:
         raise ConfigError("--num-pages 1 with --page-size 1 holds one token; prompt and output need at least two")
-    return num_pages
+    if engine.num_window_pages is None:
+        least = min(-(-spec.window // engine.page_size) + SPARE_WINDOW_PAGES, num_pages)
+        return [max(num_pages // part, least) if part > 1 else num_pages for part in shares]
+    if len(kinds) == 1:
+        raise ConfigError("--num-window-pages is for models with layers of both kinds, with and without a window")
+    check_range("--num-window-pages", engine.num_window_pages, 1)
+    return [num_pages, engine.num_window_pages]
+
+
+def kv_bytes(config: ResolvedConfig, spec: ModelSpec) -> int:
+    """Bytes of all K/V pages."""
+    size, kinds = ELEMENT_SIZE[config.dtype], zip(config.kind_pages, spec.kv_kinds, strict=True)
+    return config.page_size * sum(pages * spec.kv_bytes_per_token(size, kind) for pages, kind in kinds)
+
+
+def _check_pools(config: ResolvedConfig, hardware: HardwareInfo, spec: ModelSpec) -> None:
+    """Raises ConfigError: the pools do not fit the memory, or a window does not fit its pool."""
+    tables = len(config.kind_pages) * config.max_running * config.pages_per_request * PAGE_TABLE_ENTRY_SIZE
+    needed = tables + kv_bytes(config, spec)
+    if needed > hardware.memory_bytes:
+        raise ConfigError(
+            f"K/V pool and page table take {needed >> 20} MiB, but {hardware.memory_bytes >> 20} MiB are free: "
+            "lower --num-pages, --page-size or --max-running"
+        )
+    least = min(-(-config.window // config.page_size) + SPARE_WINDOW_PAGES, config.pages_per_request)
+    if config.window and config.num_window_pages < least:
+        flag = "--num-window-pages" if config.has_full_kind else "--num-pages"
+        raise ConfigError(
+            f"{config.num_window_pages} K/V pages of {config.page_size} tokens do not hold this model's window of "
+            f"{config.window}: raise {flag} to {least} or more"
+        )
 
 
 def _max_model_len(wanted: int | None, pool_tokens: int, spec: ModelSpec) -> int:

@@ -125,9 +125,10 @@ class ModelSpec:
         ]
         return self.hidden_size * (attention * self.num_layers + sum(inner))
 
-    def kv_bytes_per_token(self, element_size: int) -> int:
-        """Bytes of K and V that one token takes over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * element_size
+    def kv_bytes_per_token(self, element_size: int, kind: KVKind | None = None) -> int:
+        """Bytes of K and V that one token takes over all layers, or those of a kind."""
+        num_layers = self.num_layers if kind is None else len(kind.layers)
+        return 2 * num_layers * self.num_kv_heads * self.head_dim * element_size
 
 
 @dataclass(frozen=True, slots=True)

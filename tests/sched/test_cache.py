@@ -30,7 +30,8 @@ def test_duplicates_stay_behind_the_fence_until_the_step_is_done():
     cache.extend(second, 5)
     duplicates = second.pages[:2]
     assert cache.share(first, ids, 5, last_step=0) is None
-    assert cache.share(second, ids, 5, last_step=7) == (0, first.pages[:2])
+    assert cache.share(second, ids, 5, last_step=7) == (0, 2)
+    assert second.pages[:2] == first.pages[:2]
     cache.check()
     assert set(duplicates).isdisjoint(cache.free_pages())
     owners = {"free": 2, "tree": 2, "private": 2, "fence": 2, "evictable": 0, "pinned": 0}

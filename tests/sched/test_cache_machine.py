@@ -18,29 +18,38 @@ TOKENS = st.builds(lambda stream, end: stream[:end], st.sampled_from(STREAMS), s
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """`written` tells which prefix's K/V each page holds; `wanted_pins` when the pin of a prefix ends."""
+    """`written` tells which prefix's K/V each page holds, `written_window` which each window page does; `wanted_pins`
+    when the pin of a prefix ends."""
 
     @initialize(
         page_size=st.integers(1, 3),
         num_pages=st.integers(4, 12),
         eviction=st.sampled_from(["lru", "lfu", "priority"]),
+        window=st.sampled_from([0, 0, 1, 2, 4, 7]),
+        num_window_pages=st.integers(4, 12),
     )
-    def start(self, page_size, num_pages, eviction):
-        self.cache = PrefixCache(num_pages, page_size, eviction=eviction)
+    def start(self, page_size, num_pages, eviction, window, num_window_pages):
+        options = {"eviction": eviction, "window": window, "num_window_pages": num_window_pages}
+        self.cache = PrefixCache(num_pages, page_size, **options)
+        self.window, self.needed = window, -(-(window - 1) // page_size) if window else 0
         self.size = page_size
         self.leases: dict[int, tuple[Lease, str, list[int]]] = {}
         self.computed: dict[int, int] = {}
         self.written: dict[int, tuple[str, tuple[int, ...]]] = {}
+        self.written_window: dict[int, tuple[str, tuple[int, ...]]] = {}
         self.flights: dict[int, dict[int, set[int]]] = {}
         self.wanted_pins: dict[tuple[str, tuple[int, ...]], int] = {}
         self.steps = self.uids = self.now = 0
 
     def contents(self):
-        """Every prefix that the tree holds, with its page and how many pages its node shares with others."""
+        """Every prefix that the tree holds, with its page."""
+        return self._contents("pages")
+
+    def _contents(self, kind):
         found = {}
         for node in self.cache._tree.nodes():
             salt, ids = self.name_of(node)
-            for index, page in enumerate(reversed(node.pages)):
+            for index, page in enumerate(reversed(getattr(node, kind))):
                 found[salt, ids[: len(ids) - index * self.size]] = page
         return found
 
@@ -57,6 +66,14 @@ class CacheMachine(RuleBasedStateMachine):
             found.append((salt, tuple(tokens[:end])))
         return found
 
+    def usable(self, salt, tokens):
+        """Those of `prefixes` that can be used: up to the last before which the window is held."""
+        names, held = self.prefixes(salt, tokens), self._contents("window")
+        if self.window:
+            while names and not all(name in held for name in names[max(0, len(names) - self.needed) :]):
+                names.pop()
+        return names
+
     def held(self):
         """The prefixes that open requests use."""
         ends = [(salt, tokens, lease.shared) for lease, salt, tokens in self.leases.values()]
@@ -69,7 +86,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(salt=SALTS, tokens=TOKENS, priority=st.integers(-1, 1))
     def open(self, salt, tokens, priority):
         tokens = tokens[: self.cache.num_pages * self.size]
-        names, contents = self.prefixes(salt, tokens[:-1]), self.contents()
+        names, contents = self.usable(salt, tokens[:-1]), self.contents()
         hit, available = self.cache.hit(pack_ids(tokens), salt)
         assert hit == len(names) * self.size
         protected = self.held() | self.pinned() if self.leases else set()
@@ -94,24 +111,31 @@ class CacheMachine(RuleBasedStateMachine):
         protected = self.held() | (self.pinned() if len(self.leases) > 1 else set())
         room = self.cache.num_free + sum(name not in protected for name in self.contents())
         before = self.cache.dump(), self.cache.free_pages()
-        pages = self.cache.extend(lease, end)
+        pages, windows = self.cache.extend(lease, end, start, self.steps - 1), self.cache.windows
         if pages is None:
-            assert missing > room
-            assert (self.cache.dump(), self.cache.free_pages()) == before
+            assert missing > room or missing > windows.num_available
+            assert windows or (self.cache.dump(), self.cache.free_pages()) == before
             return
         assert missing == len(pages) <= room
         still = {self.name_of(node) for node in self.cache._pins}
         lost = [name for name in self.wanted_pins if name not in still]
         if lost:
             assert len(self.leases) == 1, "a pin gave way to one of several requests"
-            assert len(pages) > room - len(self.pinned() - self.held()), "a pin gave way without need"
+            needs = len(pages) > room - len(self.pinned() - self.held())
+            assert needs or windows, "a pin gave way without need"
             left = [until for name, until in self.wanted_pins.items() if name in still and name not in self.held()]
-            assert max(self.wanted_pins[name] for name in lost) <= min(left, default=10**9)
+            assert windows or max(self.wanted_pins[name] for name in lost) <= min(left, default=10**9)
         for name in lost:
             del self.wanted_pins[name]
         self.computed[uid] = end
         for index in range(start // self.size, len(lease.pages)):
             self.written[lease.pages[index]] = (salt, tuple(tokens[: min(end, (index + 1) * self.size)]))
+        if windows:
+            for index in range(start // self.size, len(lease.window)):
+                self.written_window[lease.window[index]] = (salt, tuple(tokens[: min(end, (index + 1) * self.size)]))
+            for index in range(max(0, start + 1 - self.window) // self.size, len(lease.window)):
+                name = salt, tuple(tokens[: min(end, (index + 1) * self.size)])
+                assert self.written_window[lease.window[index]] == name, "a step attends to other K/V"
         self.flights[self.steps] = {uid: set(lease.pages)}
         self.steps += 1
 
@@ -144,20 +168,25 @@ class CacheMachine(RuleBasedStateMachine):
             self.commit(True)
         if uid is None:
             uid = data.draw(st.sampled_from(sorted(self.leases)))
-        _, salt, tokens = self.leases.pop(uid)
+        lease, salt, tokens = self.leases.pop(uid)
+        first = len(lease.window) and lease.first
         self.cache.close(uid, pack_ids(tokens), self.computed[uid])
         assert len(self.prefixes(salt, tokens)) >= self.computed[uid] // self.size
+        whole = self.computed[uid] // self.size
+        assert whole - first < min(whole, self.needed) or len(self.usable(salt, tokens)) >= whole
 
     @precondition(lambda self: self.cache.num_cached)
     @rule(data=st.data(), time=st.integers(0, 30))
     def pin(self, data, time):
         salt, tokens = data.draw(st.sampled_from(sorted(self.contents())))
         tokens += data.draw(st.sampled_from([(), (0,) * self.size, (1,)]))
-        names = self.prefixes(salt, tokens)
+        names = self.usable(salt, tokens)
         try:
             count = self.cache.pin(pack_ids(tokens), salt, self.now + time)
         except InvalidRequest:
-            assert len(self.pinned().union(names)) > self.cache.num_pages // 2
+            most = self.cache.windows and self.cache.windows.num_pages // 2 // max(1, self.needed)
+            is_full = self.cache.windows and len(self.wanted_pins) >= most
+            assert is_full or len(self.pinned().union(names)) > self.cache.num_pages // 2
             return
         assert count == len(names) * self.size
         if names:
@@ -191,7 +220,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(salt=SALTS, tokens=TOKENS)
     def probe(self, salt, tokens):
-        names = self.prefixes(salt, tokens)
+        names = self.usable(salt, tokens)
         before = self.cache.dump()
         assert self.cache.probe(pack_ids(tokens), salt) == Probe(
             known=self.size * len(names),
@@ -225,6 +254,8 @@ class CacheMachine(RuleBasedStateMachine):
         assert sum(owners[name] for name in ("free", "tree", "private", "fence")) == self.cache.num_pages
         contents = self.contents()
         assert all(self.written[page] == name for name, page in contents.items()), "a prefix leads to other K/V"
+        window = self._contents("window")
+        assert all(self.written_window[page] == name for name, page in window.items()), "a prefix has another's window"
         assert self.held() <= contents.keys()
         assert self.pinned() <= contents.keys(), "a pinned prefix is gone"
         assert {self.name_of(node): until for node, until in self.cache._pins.items()} == self.wanted_pins

@@ -25,6 +25,7 @@ from hypothesis.stateful import (
 )
 
 from tests.sched.support import make_config
+from tokenmill.config import SPARE_WINDOW_PAGES
 from tokenmill.engine.fake import HASH_FACTOR, FakeEngine, FakeHandle
 from tokenmill.errors import InvalidRequest, TokenmillError
 from tokenmill.sched.plan import StepPlan
@@ -64,6 +65,9 @@ START = {
     "reserve": [0.0, 0.0, 0.3, 1.0],
     "learns": [True, False],
     "limit": [200, 100_000, 100_000],
+    "window": [0, 0, 2, 3, 7, 20],
+    "kinds": ["both", "window"],
+    "window_pool": range(12),
 }
 ADD = {
     "length": range(1, 31),
@@ -90,12 +94,20 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(**drawn(START))
     def start(
-        self, page_size, pool, max_running, budget, batch, policy, eviction, prefix_cache, reserve, learns, limit
-    ):
+        self, page_size, pool, max_running, budget, batch, policy, eviction, prefix_cache, reserve, learns, limit,
+        window, kinds, window_pool,
+    ):  # fmt: skip
         self.scale = scale = max(1, page_size // 8)
+        num_pages = max(1, pool * scale // page_size)
+        self.window = window = window * scale
+        least = min(-(-window // page_size) + SPARE_WINDOW_PAGES, num_pages)
         self.config = make_config(
             page_size=page_size,
-            num_pages=max(1, pool * scale // page_size),
+            num_pages=num_pages * (1 if kinds == "both" or not window else 1 + max_running),
+            max_model_len=num_pages * page_size,
+            window=window,
+            num_window_pages=least + window_pool if window else 0,
+            has_full_kind=kinds == "both" or not window,
             max_running=max_running,
             prefill_budget=budget,
             batch_policy=batch,
@@ -115,8 +127,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.deadlines: dict[int, int] = {}
         self.now = self.next_uid = self.num_tokens = 0
         self.was_pinned = False
-        self.page_table: dict[int, dict[int, int]] = {}
-        self.named: dict[int, set[int]] = {}
+        self.page_table: dict[tuple[int, int], dict[int, int]] = {}
+        self.named: dict[int, tuple[set[int], set[int]]] = {}  # full and window pages of steps in flight
 
     @rule(**drawn(ADD))
     def add(self, copies, **options):
@@ -189,12 +201,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             request = self.scheduler._requests[row.uid]
             assert row.start + row.length < request.max_len, "the last token needs no K/V"
             assert row.start >= request.lease.shared * self.config.page_size, "a row writes to the tree's pages"
+        page_size = self.config.page_size
         self.flights.append((plan, self.engine.launch(plan)))
         for update in plan.page_updates:
-            table = self.page_table.setdefault(update.slot, {})
+            table = self.page_table.setdefault((update.kind + 1 - self.config.has_full_kind, update.slot), {})
             table.update(enumerate(update.pages, update.first))
-        last = {row.slot: (row.start + row.length - 1) // self.config.page_size for row in plan.rows}
-        self.named[plan.step] = {self.page_table[slot][i] for slot, end in last.items() for i in range(end + 1)}
+        self.named[plan.step] = set(), set()
+        for row in plan.rows:
+            end = (row.start + row.length - 1) // page_size + 1
+            kinds = ((0, 0),) if self.config.has_full_kind else ()
+            if self.window:
+                kinds += ((1, max(0, row.start + 1 - self.window) // page_size),)
+            for kind, first in kinds:
+                self.named[plan.step][kind].update(self.page_table[kind, row.slot][i] for i in range(first, end))
 
     def expect_no_more(self, uid):
         """A request was ended in mid-course: what it drew so far is right."""
@@ -228,8 +247,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         if hasattr(self, "scheduler"):
             self.scheduler.check()
             assert not self.scheduler.counters.retractions or self.config.reserve_ratio < 1 or self.was_pinned
-            for pages in self.named.values():
+            windows = self.scheduler.cache.windows
+            for pages, window in self.named.values():
                 assert pages.isdisjoint(self.scheduler.cache.free_pages()), "a page in flight is free"
+                assert not window or window.isdisjoint(windows.pool.free_pages()), "a window page in flight is free"
 
     def teardown(self):
         if not hasattr(self, "scheduler"):
@@ -242,6 +263,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not self.scheduler.has_work, "requests are left"
         assert not self.expected
         assert self.scheduler.cache.num_available == self.config.num_pages
+        if self.window:
+            self.scheduler.cache.flush(with_pins=True)
+            assert self.scheduler.cache.windows.pool.num_free == self.config.num_window_pages
 
 
 EXAMPLES = int(os.environ.get("MACHINE_EXAMPLES", "1000"))

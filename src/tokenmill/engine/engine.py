@@ -276,7 +276,7 @@ class ModelEngine:
             tables += numbers
         updates = self._updates_for(plan, size.updates)
         columns.pad(size.tokens, size.rows, state.spare_slot)
-        spare_update = array("i", [state.spare_slot, 0, self.config.num_pages])
+        spare_update = array("i", [state.spare_slot, 0, self.config.kind_pages[0]])
         updates += spare_update * (size.updates - len(updates) // 3)
         return columns.joined() + updates + tables
 
@@ -337,7 +337,7 @@ class ModelEngine:
             self._device,
             budget,
             spare_slot=state.spare_slot,
-            spare_page=config.num_pages,
+            spare_page=config.kind_pages[0],
         )
 
 

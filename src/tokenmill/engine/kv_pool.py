@@ -27,20 +27,20 @@ class DeviceState:
 
 
 def allocate(config: ResolvedConfig, spec: ModelSpec, num_kv_heads: int, device: torch.device) -> DeviceState:
-    """Room for `config.num_pages` pages and a spare one. On a CPU memory is taken as pages are first written."""
+    """Room for each kind's pages and a spare one. On a CPU memory is taken as pages are first written."""
     dtype = getattr(torch, config.dtype)
     slots = config.max_running + 1
 
-    def pool(num_layers: int) -> Tensor:
-        shape = (num_layers, config.pool_tokens + config.page_size, num_kv_heads, spec.head_dim)
+    def pool(layers: int, pages: int) -> Tensor:
+        shape = (layers, (pages + 1) * config.page_size, num_kv_heads, spec.head_dim)
         return torch.empty(shape, dtype=dtype, device=device)
 
     index = torch.int64 if device.type == "cpu" else torch.int32
-    kinds = [len(kind.layers) for kind in spec.kv_kinds]
+    kinds = [(len(kind.layers), pages) for kind, pages in zip(spec.kv_kinds, config.kind_pages, strict=True)]
     page_tables = torch.zeros((len(kinds), slots, config.pages_per_request), dtype=index, device=device)
-    page_tables[:, config.max_running] = config.num_pages
+    page_tables[:, config.max_running] = torch.tensor(config.kind_pages).unsqueeze(1).to(page_tables)
     return DeviceState(
-        kv=tuple(KVCache(pool(layers), pool(layers), config.page_size) for layers in kinds),
+        kv=tuple(KVCache(pool(*sizes), pool(*sizes), config.page_size) for sizes in kinds),
         page_tables=page_tables,
         last_tokens=torch.zeros(slots, dtype=torch.int64, device=device),
         spare_slot=config.max_running,

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from tokenmill.attention.select import make_backends
-from tokenmill.config import ELEMENT_SIZE, ResolvedConfig, RunConfig, check_vocabulary, resolve
+from tokenmill.config import ELEMENT_SIZE, ResolvedConfig, RunConfig, check_vocabulary, kv_bytes, resolve
 from tokenmill.engine.compiler import Rehearsal
 from tokenmill.engine.device import finish_cuda_work, free_cuda_memory, measure_hardware, open_device
 from tokenmill.engine.engine import ModelEngine
@@ -49,6 +49,9 @@ def load_engine(
         spec = read_shape(path) if checkpoint is None else checkpoint.spec
         check_vocabulary(num_tokens, spec.vocab_size)
         config = resolve(run, hardware, spec)  # what cannot work is refused before the weights are read
+        if spec.rope.kind == "longrope":  # its frequencies are those of the context that is served
+            spec = dataclasses.replace(spec, max_position=config.max_model_len)
+            checkpoint = None if checkpoint is None else dataclasses.replace(checkpoint, spec=spec)
         torch.set_num_threads(config.threads)
         device, dtype = torch.device(config.device), getattr(torch, config.dtype)
         attention = make_backends(run.engine.attention, spec, dtype, device, group.size)
@@ -85,9 +88,9 @@ def _log(run: RunConfig, hardware: HardwareInfo, config: ResolvedConfig, spec: M
     threads = "" if config.device == "cuda" else f", {config.threads} threads"
     log.info("%s%s, %s (%s), %s attention", hardware.name, threads, config.dtype, reason, config.attention)
     log.info(
-        "K/V pool: %d pages of %d tokens, up to %d MiB; %d tokens a request at most",
-        config.num_pages,
+        "K/V pool: %s pages of %d tokens, up to %d MiB; %d tokens a request at most",
+        " and ".join(map(str, config.kind_pages)),
         config.page_size,
-        config.pool_tokens * spec.kv_bytes_per_token(ELEMENT_SIZE[config.dtype]) >> 20,
+        kv_bytes(config, spec) >> 20,
         config.max_model_len,
     )

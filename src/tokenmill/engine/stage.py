@@ -49,12 +49,12 @@ def page_triples(plan: StepPlan, page_tables: Tensor) -> array[int]:
 
     A row is kind * slots + slot. They are written at once on the device, in no order.
     """
-    kinds, slots, _ = page_tables.shape
+    slots = page_tables.shape[1]
     entries: dict[tuple[int, int], int] = {}
     for update in plan.page_updates:
-        for row in range(update.slot, kinds * slots, slots):
-            for index, page in enumerate(update.pages, update.first):
-                entries[row, index] = page
+        row = update.kind * slots + update.slot
+        for index, page in enumerate(update.pages, update.first):
+            entries[row, index] = page
     return array("i", [number for (row, index), page in entries.items() for number in (row, index, page)])
 
 

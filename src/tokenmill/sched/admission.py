@@ -39,13 +39,13 @@ class Admission:
         self._running = running
         self._computing = computing
         self._forecast: Forecast | None = None
-        self._available_when_full: int | None = None
+        self._room_when_full: int | None = None
 
     @property
     def may_admit(self) -> bool:
         """Whether a request waits, and more pages can be had than when the queue's first found no room, if it did."""
-        full = self._available_when_full
-        return len(self.queue) > 0 and (full is None or self._cache.num_available > full)
+        full = self._room_when_full
+        return len(self.queue) > 0 and (full is None or self._cache.room > full)
 
     def enqueue(self, request: Request) -> None:
         """Let a request wait, or wait again."""
@@ -54,7 +54,7 @@ class Admission:
 
     def try_again(self) -> None:
         """Pages were freed or shared, or the queue has another first: a refusal may be out of date."""
-        self._available_when_full = None
+        self._room_when_full = None
 
     def begin_step(self) -> None:
         """Requests have grown or left since the last call of `choose`."""
@@ -73,11 +73,28 @@ class Admission:
         if self._forecast is None:
             self._forecast = Forecast(self._config.page_size, self.estimate, self._cache.num_released)
             self._forecast.add(self._running)
-        if not self._forecast.has_room(request, request.hit_len, from_available, available):
-            self._available_when_full = available
+        has_room = self._forecast.has_room(request, request.hit_len, from_available, available)
+        if not has_room or not self._has_window_room(request):
+            self._room_when_full = self._cache.room
             return None
         self.queue.take(request)
         return request
+
+    def _has_window_room(self, request: Request) -> bool:
+        """Whether running requests and this one find the window pages that they may need at once."""
+        windows = self._cache.windows
+        if windows is None or not self._running:
+            return True
+        growth = windows.growth(0, *self._end_and_row(request, request.total_len - request.hit_len))
+        for its in self._running:
+            end_and_row = self._end_and_row(its, its.num_uncomputed)
+            growth += windows.growth(its.lease.num_window_pages, *end_and_row)
+        return growth <= windows.num_available
+
+    def _end_and_row(self, request: Request, uncomputed: int) -> tuple[int, int]:
+        config = self._config
+        row = min(max(uncomputed, 1), config.prefill_budget, config.longest_row)
+        return request.total_len + request.num_pending + self.estimate.remaining(request), row
 
     def began(self, request: Request) -> None:
         """A chosen request has its pages for this step."""

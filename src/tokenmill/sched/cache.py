@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tokenmill.config import Eviction
@@ -31,22 +32,11 @@ from tokenmill.errors import InvalidRequest
 from tokenmill.sched.dump import tree_as_dict
 from tokenmill.sched.pages import PagePool
 from tokenmill.sched.radix import TOKEN_BYTES, Node, RadixTree, path, salt_of
+from tokenmill.sched.window_tree import WindowTree
+from tokenmill.sched.windows import Lease, Windows
 
 MAX_PINS = 1024
 MAX_PINNED_SHARE = 0.5
-
-
-class Lease:
-    """The pages of one running request, in order of position. Written only by PrefixCache."""
-
-    __slots__ = ("node", "pages", "priority", "salt", "shared")
-
-    def __init__(self, salt: str, priority: int = 0) -> None:
-        self.salt = salt
-        self.priority = priority
-        self.pages: list[int] = []
-        self.shared = 0
-        self.node: Node | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +67,36 @@ class CacheCounters:
 
 
 class PrefixCache:
-    """Hands out pages, finds and keeps shared prefixes. Lengths are in tokens; token ids are int32 bytes."""
+    """Hands out pages, finds and keeps shared prefixes. Lengths are in tokens; token ids are int32 bytes.
 
-    def __init__(self, num_pages: int, page_size: int, *, is_enabled: bool = True, eviction: Eviction = "lru") -> None:
+    With a `window`, leases and tree have pages of a second kind, for layers whose tokens attend to so many.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        is_enabled: bool = True,
+        eviction: Eviction = "lru",
+        window: int = 0,
+        num_window_pages: int = 0,
+    ) -> None:
         self.page_size = page_size
         self.num_pages = num_pages
         self.is_enabled = is_enabled
         self.counters = CacheCounters()
         self._pool = PagePool(num_pages)
-        self._tree = RadixTree(page_size, eviction)
-        self._fence: deque[tuple[int, list[int]]] = deque()
+        self.windows: Windows | None = None
+        self._max_pins = MAX_PINS
+        if window:
+            self._tree: RadixTree = (tree := WindowTree(page_size, eviction, window))
+            self.windows = Windows(tree, num_window_pages, page_size, window)
+            self._max_pins = min(MAX_PINS, int(num_window_pages * MAX_PINNED_SHARE) // max(1, tree.num_needed))
+        else:
+            self._tree = RadixTree(page_size, eviction)
+        self._fence: deque[tuple[int, list[int], list[int]]] = deque()
+        self._retired = -1
         self._leases: dict[int, Lease] = {}
         self._pins: dict[Node, int] = {}
         self._next_expiry: float = math.inf
@@ -115,6 +125,11 @@ class PrefixCache:
         return self._pool.num_free + self._tree.num_evictable + (0 if self._leases else self._tree.num_pinned)
 
     @property
+    def room(self) -> int:
+        """Pages of all kinds that can be had: more of them may let another request begin."""
+        return self.num_available + (0 if self.windows is None else self.windows.num_available)
+
+    @property
     def has_fenced(self) -> bool:
         """Whether pages become free when the steps in flight are done."""
         return bool(self._fence)
@@ -138,6 +153,8 @@ class PrefixCache:
         length = len(token_ids) // TOKEN_BYTES
         lease.node, lease.pages = self._tree.lock(token_ids, self._key_end(length - 1), salt, priority)
         lease.shared = len(lease.pages)
+        if self.windows is not None:
+            self.windows.open(lease)
         counters = self.counters
         counters.lookups += 1
         counters.hits += lease.shared > 0
@@ -146,21 +163,30 @@ class PrefixCache:
         counters.hit_tokens += lease.shared * self.page_size
         return lease
 
-    def extend(self, lease: Lease, length: int) -> list[int] | None:
-        """Give the lease pages for `length` tokens in all, evicting if need be.
+    def extend(self, lease: Lease, length: int, start: int = 0, last_step: int = -1) -> list[int] | None:
+        """Give the lease pages for `length` tokens in all, evicting if need be, for a step from position `start` on.
+
+        `last_step` is the last step planned so far: steps up to it may still use what is left behind the window.
 
         Returns:
-            the new pages, or None, and nothing changed, when they cannot be had.
+            the new pages, or None, and nothing changed for the worse, when they cannot be had.
         """
         missing = self.num_pages_for(length) - len(lease.pages)
         if missing <= 0:
             return []
-        if missing > self._pool.num_free + self._tree.num_evictable and not self._yield_pins(lease, missing):
+        windows = self.windows
+        if windows is not None:
+            left = windows.leave_behind(lease, start, missing, last_step, self._retired)
+            if left is not None:
+                self._fence_off(last_step, [], left)
+        if not self._has(missing) and not self._yield_pins(lease, missing):
             return None
         short = missing - self._pool.num_free
         if short > 0:
             self._pool.release(self._tree.evict(short))
             self.counters.evicted_pages += short
+        if windows is not None:
+            windows.extend(lease, missing)
         pages = self._pool.allocate(missing)
         lease.pages.extend(pages)
         return pages
@@ -174,33 +200,36 @@ class PrefixCache:
             node = node.parent
         return released
 
-    def share(self, lease: Lease, token_ids: bytes, length: int, last_step: int) -> tuple[int, list[int]] | None:
+    def share(self, lease: Lease, token_ids: bytes, length: int, last_step: int) -> tuple[int, int] | None:
         """Let other requests find the first `length` tokens, whose K/V is computed.
 
         `last_step` is the last step planned so far: steps up to it may still use the lease's old pages.
 
         Returns:
-            (index, pages) where the lease's pages changed, or None where they did not.
+            (start, stop) of the lease's pages that may have changed, or None where they did not.
         """
         first = lease.shared
-        duplicates = self._hand_over(lease, token_ids, length)
-        if not duplicates:
+        pages, window = self._hand_over(lease, token_ids, length)
+        if not pages and not window:
             return None
-        self._fence.append((last_step, duplicates))
-        return first, lease.pages[first : first + len(duplicates)]
+        self._fence_off(last_step, pages, window)
+        return first, first + len(pages) if self.windows is None else lease.shared
 
     def close(self, uid: int, token_ids: bytes, length: int) -> None:
         """End a request; the K/V of its first `length` tokens is computed. No step in flight may name it."""
         lease = self._leases.pop(uid)
         assert lease.node is not None
-        self._pool.release(self._hand_over(lease, token_ids, length))
+        self._release(*self._hand_over(lease, token_ids, length))
+        if self.windows is not None:
+            self.windows.close(lease)
         self._tree.unlock(lease.node)
         self._pool.release(lease.pages[lease.shared :])
 
     def retire(self, step: int) -> None:
         """Steps up to `step` are done: what was fenced for them is free."""
+        self._retired = step
         while self._fence and self._fence[0][0] <= step:
-            self._pool.release(self._fence.popleft()[1])
+            self._release(*self._fence.popleft()[1:])
 
     def pin(self, token_ids: bytes, salt: str, until: int) -> int:
         """Keep what is known of these tokens, in whole pages, from eviction until the time `until` in milliseconds.
@@ -219,15 +248,17 @@ class PrefixCache:
         if node is None:
             return 0
         most, wanted = int(self.num_pages * MAX_PINNED_SHARE), tree.num_pinned
-        if wanted > most or (node not in pins and len(pins) >= MAX_PINS):
-            tree.unpin(node)
+        if self.windows is not None:
+            self.windows.pin(node)
+        if wanted > most or (node not in pins and len(pins) >= self._max_pins):
+            self._unlock_pin(node)
             raise InvalidRequest(
                 f"with this one, {wanted * size} tokens in {len(pins) + 1} prefixes would be pinned; at most "
-                f"{most * size} of the K/V pool's {self.num_pages * size} tokens may be, in at most {MAX_PINS} "
+                f"{most * size} of the K/V pool's {self.num_pages * size} tokens may be, in at most {self._max_pins} "
                 "prefixes: unpin another, wait until one expires, or start the server with more --num-pages"
             )
         if node in pins:
-            tree.unpin(node)
+            self._unlock_pin(node)
         pins[node] = max(until, pins.get(node, until))
         self._next_expiry = min(self._next_expiry, until)
         return sum(len(step.pages) for step in path(node)) * size
@@ -259,7 +290,7 @@ class PrefixCache:
         known = size * sum(count for _, count in found)
         return Probe(
             known=known,
-            hit=min(known, max(0, length - 1) // size * size),
+            hit=self.hit(token_ids, salt)[0],
             pinned=size * sum(count for node, count in found if node.pins),
             in_use=size * sum(count for node, count in found if node.locks > node.pins),
         )
@@ -270,12 +301,12 @@ class PrefixCache:
             for node in [node for node in self._pins if salt in (None, salt_of(node))]:
                 self._end_pin(node)
         pages = self._tree.flush(salt)
-        self._pool.release(pages)
+        self._release(pages)
         return len(pages)
 
     def pages_by_owner(self) -> dict[str, int]:
         """Pages of each owner, `free`, `tree`, `private` and `fence`; and of the tree's, `evictable` and `pinned`."""
-        fence = sum(len(pages) for _, pages in self._fence)
+        fence = sum(len(pages) for _, pages, _ in self._fence)
         free, tree = self._pool.num_free, self._tree
         owners = {"free": free, "tree": tree.num_pages, "private": self.num_pages - free - tree.num_pages - fence}
         return owners | {"fence": fence, "evictable": tree.num_evictable, "pinned": tree.num_pinned}
@@ -293,7 +324,7 @@ class PrefixCache:
     def check(self) -> None:
         """Assert that every page has exactly one owner and that the tree's counts, locks and pins are right."""
         owned: list[int] = [*self._pool.free_pages()]
-        for _, pages in self._fence:
+        for _, pages, _ in self._fence:
             owned.extend(pages)
         locks: dict[Node, int] = {}
         for lease in self._leases.values():
@@ -317,38 +348,73 @@ class PrefixCache:
             assert root.locks or root.children
         assert (evictable, pinned) == (self._tree.num_evictable, self._tree.num_pinned)
         assert sorted(owned) == list(range(self.num_pages)), "a page has no owner, or two"
+        if self.windows is not None:
+            fenced = [page for _, _, window in self._fence for page in window]
+            self.windows.check(list(self._leases.values()), fenced, list(self._pins))
 
-    def _hand_over(self, lease: Lease, token_ids: bytes, length: int) -> list[int]:
-        """Move the border of `lease` up to `length`; returns the private duplicates that lost their place."""
+    def _has(self, count: int) -> bool:
+        """Whether `count` pages of each kind can be had."""
+        windows = self.windows
+        if windows is not None and count > windows.num_available:
+            return False
+        return count <= self._pool.num_free + self._tree.num_evictable
+
+    def _fence_off(self, step: int, pages: list[int], window: list[int]) -> None:
+        """Free pages when the steps up to `step` are done."""
+        self._fence.append((step, pages, window))
+        if step <= self._retired:
+            self.retire(self._retired)
+
+    def _release(self, pages: list[int], window: Sequence[int] = ()) -> None:
+        """Free pages of both kinds, and what fell out of the tree with them."""
+        self._pool.release(pages)
+        if self.windows is not None:
+            self.windows.pool.release(window)
+            self.windows.take_lost()
+
+    def _hand_over(self, lease: Lease, token_ids: bytes, length: int) -> tuple[list[int], list[int]]:
+        """Move the border of `lease` up to `length`; returns the private duplicates, by kind, that lost their place."""
         first, end = lease.shared, self._key_end(length)
         at, full = self._key_end(first * self.page_size), length // self.page_size
         if end <= at:
-            return []
+            return [], []
         assert lease.node is not None
+        windows = self.windows
+        if windows is not None:
+            windows.before_sharing(lease)
         lease.node, known = self._tree.advance(lease.node, token_ids, at, end, lease.pages[first:full], lease.priority)
         duplicates = lease.pages[first : first + len(known)]
         lease.pages[first : first + len(known)] = known
         lease.shared = full
-        return duplicates
+        return duplicates, [] if windows is None else windows.after_sharing(lease, first)
 
     def _yield_pins(self, lease: Lease, missing: int) -> bool:
         """End pins until `missing` pages can be had, if `lease` is the only one and that is enough."""
         if len(self._leases) > 1:
             return False
         in_use = sum(len(node.pages) for node in path(lease.node) if node.pins)
-        free, tree = self._pool.num_free, self._tree
+        free, tree, windows = self._pool.num_free, self._tree, self.windows
         if missing > free + tree.num_evictable + tree.num_pinned - in_use:
             return False
+        if windows is not None:
+            fenced = sum(len(window) for _, _, window in self._fence)
+            if missing > windows.num_pages - lease.num_window_pages - fenced:
+                return False
         for node in sorted(self._pins, key=self._pins.__getitem__):
-            if missing <= free + tree.num_evictable:
+            if self._has(missing):
                 break
-            if node.locks == node.pins:
+            if node.locks == node.pins or (windows is not None and missing > windows.num_available):
                 self._end_pin(node)
                 self.counters.yielded_pins += 1
         return True
 
     def _end_pin(self, node: Node) -> None:
         del self._pins[node]
+        self._unlock_pin(node)
+
+    def _unlock_pin(self, node: Node) -> None:
+        if self.windows is not None:
+            self.windows.unpin(node)
         self._tree.unpin(node)
 
     def _key_end(self, length: int) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from tokenmill.sched.cache import Lease
 from tokenmill.sched.request import Request
+from tokenmill.sched.windows import Lease
 
 ONE = 1 << 16
 MAX_START_OUTPUT = 4096

@@ -48,11 +48,12 @@ class SlotOpening:
 
 @dataclass(frozen=True, slots=True)
 class PageUpdate:
-    """Entries first .. first + len(pages) - 1 of a slot's page-table row become `pages`."""
+    """Entries first .. first + len(pages) - 1 of a slot's row in a kind's page table become `pages`."""
 
     slot: int
     first: int
     pages: tuple[int, ...]
+    kind: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class StepPlan:
         for opening in self.openings:
             numbers.extend((-2, opening.slot, opening.uid, opening.prompt_len, *opening.blocked_ids))
         for update in self.page_updates:
-            numbers.extend((-3, update.slot, update.first, *update.pages))
+            numbers.extend((-3, update.kind, update.slot, update.first, *update.pages))
         params = msgspec.msgpack.encode([(opening.params, opening.history) for opening in self.openings])
         return hashlib.blake2b(numbers.tobytes() + params, digest_size=16).hexdigest()
 

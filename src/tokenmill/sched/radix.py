@@ -17,17 +17,19 @@ from tokenmill.config import Eviction
 
 TOKEN_BYTES = 4
 TRIM_PAGES = 128
+NONE = array("i")  # arrays of windows are replaced, never changed
 
 
 class Node:
     """An edge of the tree with its pages; `key` has page_size tokens a page. `pins` are those of the locks that pin.
 
     `uses` is the number of requests that used the pages, `priority` the highest of theirs, and `last_used` the time
-    when the last of them ended.
+    when the last of them ended. `window`, `window_locks` and `is_window_queued` are those of ``sched.window_tree``.
     """
 
     __slots__ = (
-        "children", "is_queued", "key", "last_used", "locks", "pages", "parent", "pins", "priority", "uses",
+        "children", "is_queued", "is_window_queued", "key", "last_used", "locks", "pages", "parent", "pins", "priority",
+        "uses", "window", "window_locks",
     )  # fmt: skip
 
     def __init__(self, parent: Node | None, key: bytes, pages: array[int], priority: int) -> None:
@@ -40,6 +42,9 @@ class Node:
         self.uses = 0
         self.last_used = 0
         self.is_queued = False
+        self.is_window_queued = False
+        self.window = NONE
+        self.window_locks = 0
         self.children: dict[bytes, Node] | None = None
 
 
@@ -178,8 +183,7 @@ class RadixTree:
                 self._split(leaf, len(leaf.pages) // 2)
             else:
                 freed.extend(leaf.pages[keep:])
-                del leaf.pages[keep:]
-                leaf.key = leaf.key[: keep * self._page_bytes]
+                self._shorten(leaf, keep)
         self.num_pages -= len(freed)
         self.num_evictable -= len(freed)
         return freed
@@ -249,7 +253,7 @@ class RadixTree:
     def _append(self, node: Node, key: bytes, pages: array[int], priority: int) -> Node:
         """Add locked pages below `node`, or to `node` itself when nobody else has ever used it."""
         self.num_pages += len(pages)
-        if node.uses == 1 and not node.pins:
+        if node.uses == 1 and not node.pins and not node.window:
             node.key += key
             node.pages.extend(pages)
             return node
@@ -271,6 +275,11 @@ class RadixTree:
         node.parent, node.key, node.pages = upper, node.key[cut:], node.pages[count:]
         upper.children = {node.key[: self._page_bytes]: node}
         return upper
+
+    def _shorten(self, leaf: Node, keep: int) -> None:
+        """Cut the leaf's pages off behind the first `keep`."""
+        del leaf.pages[keep:]
+        leaf.key = leaf.key[: keep * self._page_bytes]
 
     def _remove(self, leaf: Node) -> None:
         parent = leaf.parent

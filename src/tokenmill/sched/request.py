@@ -7,7 +7,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenmill.sched.cache import Lease
+from tokenmill.sched.windows import Lease
 from tokenmill.types import SamplingParams
 
 SCORED_AT_ONCE = 512  # tokens of a prompt

@@ -27,8 +27,14 @@ class Scheduler:
     def __init__(self, config: ResolvedConfig) -> None:
         self.config = config
         self.cache = PrefixCache(
-            config.num_pages, config.page_size, is_enabled=config.prefix_cache, eviction=config.eviction
+            config.num_pages,
+            config.page_size,
+            is_enabled=config.prefix_cache,
+            eviction=config.eviction,
+            window=config.window,
+            num_window_pages=config.num_window_pages,
         )
+        self._longest_row = config.longest_row
         self.counters = Counters()
         self._policy = load_policy(config.policy)
         self._requests: dict[int, Request] = {}
@@ -225,7 +231,7 @@ class Scheduler:
                 request.num_in_flight += 1
                 request.num_pending += 1
             elif left:
-                needed = min(end - start, request.longest_row)
+                needed = min(end - start, request.longest_row, self._longest_row)
                 length = policy.chunk_length(left, budget, needed, is_contended=is_contended)
                 if self._get_pages(request, start + length, may_retract=True):
                     chunks.append((request, length))
@@ -248,7 +254,7 @@ class Scheduler:
         rows = []
         for request, length in chunks:
             start, known = request.computed_len, len(request.token_ids)
-            extra = min(left, known - start - length, request.longest_row - length)
+            extra = min(left, known - start - length, min(request.longest_row, self._longest_row) - length)
             if extra > 0 and self._get_pages(request, start + length + extra, may_retract=False):
                 length += extra
                 left -= extra
@@ -265,9 +271,9 @@ class Scheduler:
             return True
         while True:
             first = len(request.lease.pages)
-            pages = self.cache.extend(request.lease, length)
+            pages = self.cache.extend(request.lease, length, request.computed_len, self._last_planned)
             if pages is not None:
-                self._updates.append(PageUpdate(request.slot, first, tuple(pages)))
+                self._update(request, first, first + len(pages))
                 return True
             # Fenced pages, and those of requests that left but are in a step in flight, come back when it is done.
             if not may_retract or self.num_running > len(self._running) or self.cache.has_fenced:
@@ -287,7 +293,7 @@ class Scheduler:
         admission.begin_step()
         while left and self._free_slots and (request := admission.choose()):
             self._begin(request)
-            needed = min(request.num_uncomputed, request.longest_row)
+            needed = min(request.num_uncomputed, request.longest_row, self._longest_row)
             length = policy.chunk_length(left, budget, needed, is_contended=len(self._queue) > 0)
             if not self._get_pages(request, request.computed_len + length, may_retract=False):
                 break
@@ -316,7 +322,7 @@ class Scheduler:
         opening = SlotOpening(request.slot, request.uid, request.params, request.prompt_len, blocked, history)
         self._openings.append(opening)
         if request.lease.pages:
-            self._updates.append(PageUpdate(request.slot, 0, tuple(request.lease.pages)))
+            self._update(request, 0, len(request.lease.pages))
 
     def _expire(self, now: int) -> None:
         """End what is over its deadline."""
@@ -341,9 +347,19 @@ class Scheduler:
     def _share(self, request: Request, length: int) -> None:
         """Make a computed chunk of a prompt known to the prefix tree."""
         changed = self.cache.share(request.lease, request.token_ids.tobytes(), length, self._last_planned)
-        if changed:
-            self._updates.append(PageUpdate(request.slot, changed[0], tuple(changed[1])))
+        if changed is not None:
+            self._update(request, *changed)
         self._admission.try_again()
+
+    def _update(self, request: Request, start: int, stop: int) -> None:
+        """Tell the engine pages start .. stop - 1 of a request, of each kind."""
+        lease, slot, kind = request.lease, request.slot, 0
+        if self.config.has_full_kind:
+            self._updates.append(PageUpdate(slot, start, tuple(lease.pages[start:stop])))
+            kind = 1
+        first = max(start, lease.first)
+        if self.config.window and first < stop:
+            self._updates.append(PageUpdate(slot, first, tuple(lease.window[first:stop]), kind))
 
     def _leave(self, request: Request) -> None:
         """Take a request out of those that run; its tenant pays for what it has drawn."""
