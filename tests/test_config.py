@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenmill.config import EngineConfig, ModelConfig, ResolvedConfig, RunConfig, SchedulerConfig, resolve
+from tokenmill.config import EngineConfig, ModelConfig, ResolvedConfig, RunConfig, SchedulerConfig, kv_bytes, resolve
 from tokenmill.errors import ConfigError
 from tokenmill.spec import HardwareInfo, ModelSpec
 
@@ -97,6 +97,48 @@ def test_a_small_pool_limits_the_length_of_a_request():
     assert resolved(num_pages=1, page_size=2).max_model_len == 2
 
 
+WINDOWED = dataclasses.replace(SPEC, window=256, window_layers=(0, 1, 3))
+MISTRAL = dataclasses.replace(SPEC, window=256, window_layers=(0, 1, 2, 3))
+
+
+def test_two_kinds_share_the_memory():
+    config = resolve(run_config(dtype="float32"), HARDWARE, WINDOWED)
+    quarter, layer = (64 << 20) // 4, 16 * 64 * 4  # bytes of a page in one layer
+    assert config.kind_pages == (config.num_pages, config.num_window_pages)
+    assert config.num_window_pages == config.num_pages // 2
+    assert quarter - 3 * layer < config.num_pages * layer + config.num_window_pages * 3 * layer <= quarter
+    assert (config.window, config.has_full_kind) == (256, True)
+    asked = resolve(run_config(num_pages=100, num_window_pages=90), HARDWARE, WINDOWED)
+    assert (asked.kind_pages, asked.max_model_len) == ((100, 90), 1600)
+    assert asked.longest_row == 89 * 16 - 255
+    short = resolve(run_config(num_pages=100, max_model_len=200), HARDWARE, WINDOWED)
+    assert (short.kind_pages, short.longest_row) == ((100, 100), 200)
+
+
+def test_where_all_layers_have_a_window_requests_may_be_longer_than_the_pool():
+    config = resolve(run_config(num_pages=20), HARDWARE, MISTRAL)
+    assert (config.kind_pages, config.has_full_kind, config.max_model_len) == ((20,), False, 2048)
+    assert config.num_pages >= config.max_running * config.pages_per_request
+    assert config.longest_row == 19 * 16 - 255
+    assert resolve(run_config(), HARDWARE, MISTRAL).kind_pages == (resolved().num_pages,)
+
+
+@pytest.mark.parametrize(
+    ("spec", "values", "flags"),
+    [
+        (SPEC, {"num_window_pages": 10}, "--num-window-pages is for models with layers of both kinds"),
+        (MISTRAL, {"num_window_pages": 10}, "--num-window-pages is for models with layers of both kinds"),
+        (WINDOWED, {"num_window_pages": 0}, "--num-window-pages must be at least 1"),
+        (WINDOWED, {"num_window_pages": 18}, "window of 256: raise --num-window-pages to 19"),
+        (MISTRAL, {"num_pages": 18}, "window of 256: raise --num-pages to 19"),
+        (WINDOWED, {"num_window_pages": 10**9}, "lower --num-pages"),
+    ],
+)
+def test_windows_that_do_not_fit_are_refused(spec, values, flags):
+    with pytest.raises(ConfigError, match=flags):
+        resolve(run_config(**values), HARDWARE, spec)
+
+
 @pytest.mark.parametrize(
     ("values", "flags"),
     [
@@ -132,13 +174,15 @@ def test_what_cannot_work_is_refused_by_its_flag(values, flags):
     page_size=st.integers(1, 4096),
     num_pages=st.none() | st.integers(1, 10_000),
     length=st.none() | st.integers(2, 4096),
+    spec=st.sampled_from([SPEC, WINDOWED, MISTRAL]),
 )
-def test_whatever_resolves_can_hold_a_request_and_fits(memory, fraction, page_size, num_pages, length):
+def test_whatever_resolves_can_hold_a_request_and_fits(memory, fraction, page_size, num_pages, length, spec):
     raw = run_config(memory_fraction=fraction, page_size=page_size, num_pages=num_pages, max_model_len=length)
     try:
-        config = resolve(raw, dataclasses.replace(HARDWARE, memory_bytes=memory), SPEC)
+        config = resolve(raw, dataclasses.replace(HARDWARE, memory_bytes=memory), spec)
     except ConfigError:
         return
     assert 2 <= config.max_model_len <= min(SPEC.max_position, config.pool_tokens)
     assert config.pages_per_request <= config.num_pages
-    assert config.pool_tokens * SPEC.kv_bytes_per_token(2) <= memory
+    assert kv_bytes(config, spec) <= memory
+    assert config.longest_row >= 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -12,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from tests.sched.support import make_config
 from tests.support.graphs import CapturableAttention, RerunDevice
+from tokenmill.config import SPARE_WINDOW_PAGES
 from tokenmill.engine.device import CpuDevice
 from tokenmill.engine.engine import ModelEngine
 from tokenmill.models.load import random_model
@@ -23,6 +25,12 @@ from tokenmill.spec import ModelSpec
 from tokenmill.types import SamplingParams
 
 SPEC = ModelSpec("llama", 61, 16, 24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, max_position=512)
+WINDOW = 9
+SPECS = {
+    "full": SPEC,
+    "window": replace(SPEC, window=WINDOW, window_layers=(0, 1)),
+    "both": replace(SPEC, window=WINDOW, window_layers=(0,), attention_cap=2.0),
+}
 END_IDS = frozenset({3, 7, 11})
 PARAMS = (
     SamplingParams(temperature=0),
@@ -48,11 +56,13 @@ class Tables(CapturableAttention):
 
 
 @cache
-def parts():
-    attention = [Tables(scale=SPEC.head_dim**-0.5, token_elements=SPEC.num_kv_heads * SPEC.head_dim)]
+def parts(kinds):
+    spec = SPECS[kinds]
+    options = {"scale": 0.5, "token_elements": 8, "cap": spec.attention_cap}
+    attention = [Tables(**options, window=kind.window) for kind in spec.kv_kinds]
     ops = make_ops("reference")
     with torch.inference_mode():
-        model = random_model(SPEC, dtype=torch.float64, group=Group.solo(), attention=attention, ops=ops)
+        model = random_model(spec, dtype=torch.float64, group=Group.solo(), attention=attention, ops=ops)
     return model, ops, attention
 
 
@@ -60,11 +70,18 @@ def request_of(uid, prompt, output, params):
     return Request(uid, array("i", prompt), len(prompt), len(prompt) + output, params, END_IDS)
 
 
+def window_config(kinds, num_window_pages):
+    if kinds == "full":
+        return {}
+    return {"window": WINDOW, "num_window_pages": num_window_pages, "has_full_kind": kinds == "both"}
+
+
 @cache
-def ids_alone(prompt, output, params_index):
+def ids_alone(kinds, prompt, output, params_index):
     """What one request draws, computed whole and step by step, without graphs."""
-    config = make_config(dtype="float64", prefill_budget=512, page_size=16, num_pages=32, prefix_cache=False)
-    engine, scheduler, ids = ModelEngine(*parts(), config, CpuDevice(1)), Scheduler(config), []
+    sizes = {"page_size": 16, "num_pages": 32, **window_config(kinds, 32)}
+    config = make_config(dtype="float64", prefill_budget=512, prefix_cache=False, **sizes)
+    engine, scheduler, ids = ModelEngine(*parts(kinds), config, CpuDevice(1)), Scheduler(config), []
     scheduler.add(request_of(0, prompt, output, PARAMS[params_index]))
     while scheduler.has_work:
         plan = scheduler.plan()
@@ -80,6 +97,8 @@ class EngineMachine(RuleBasedStateMachine):
     def start(self, data):
         page_size = data.draw(st.sampled_from([1, 2, 16, 64]))
         max_running = data.draw(st.sampled_from([1, 3, 5, 8, 11]))
+        self.kinds = data.draw(st.sampled_from(list(SPECS)))
+        num_window_pages = -(-WINDOW // page_size) + SPARE_WINDOW_PAGES + data.draw(st.sampled_from([0, 5, 200]))
         config = make_config(
             device=data.draw(st.sampled_from(["cpu", "cuda"])),  # eager steps of the latter are padded
             dtype="float64",
@@ -91,10 +110,11 @@ class EngineMachine(RuleBasedStateMachine):
             prefix_cache=data.draw(st.booleans()),
             reserve_ratio=data.draw(st.sampled_from([0.0, 0.3])),
             graph_max_batch=data.draw(st.integers(1, max_running)),
+            **window_config(self.kinds, num_window_pages),
         )
         self.may_capture = True
         device = RerunDevice(data.draw(st.sampled_from([0, 2, 1000])))
-        self.engine = ModelEngine(*parts(), config, device, may_capture=lambda: self.may_capture)
+        self.engine = ModelEngine(*parts(self.kinds), config, device, may_capture=lambda: self.may_capture)
         budget = self.engine._graphs._budget
         budget._began, budget._clock = -1.0, lambda: 0.0  # steps may wait for captures, which take no time
         self.scheduler = Scheduler(config)
@@ -111,7 +131,7 @@ class EngineMachine(RuleBasedStateMachine):
         prompt = (*(i * i % 53 for i in range(fork)), *((uid + i) % 59 for i in range(more))) or (1,)
         if len(prompt) + output > self.scheduler.config.max_model_len:
             return
-        self.expected[uid], self.drawn[uid] = ids_alone(prompt, output, params), []
+        self.expected[uid], self.drawn[uid] = ids_alone(self.kinds, prompt, output, params), []
         self.scheduler.add(request_of(uid, prompt, output, PARAMS[params]))
 
     @precondition(lambda self: self.expected)
@@ -165,5 +185,5 @@ class EngineMachine(RuleBasedStateMachine):
             self.engine.close()
 
 
-EngineMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
+EngineMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 TestEngine = EngineMachine.TestCase

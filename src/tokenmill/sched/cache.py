@@ -130,6 +130,16 @@ class PrefixCache:
         return self.num_available + (0 if self.windows is None else self.windows.num_available)
 
     @property
+    def usage(self) -> dict[str, int]:
+        """Pages of the kind of which the smaller share is available: free, in the tree, all, and available."""
+        full = self.num_free, self.num_cached, self.num_pages, self.num_available
+        kinds = [full]
+        if (its := self.windows) is not None:
+            kinds.append((its.pool.num_free, its.tree.num_window_pages, its.num_pages, its.num_available))
+        counts = min(kinds, key=lambda its: its[3] / its[2])
+        return dict(zip(("free_pages", "cached_pages", "num_pages", "available_pages"), counts, strict=True))
+
+    @property
     def has_fenced(self) -> bool:
         """Whether pages become free when the steps in flight are done."""
         return bool(self._fence)
@@ -179,9 +189,11 @@ class PrefixCache:
             left = windows.leave_behind(lease, start, missing, last_step, self._retired)
             if left is not None:
                 self._fence_off(last_step, [], left)
-        if not self._has(missing) and not self._yield_pins(lease, missing):
+        free = self._pool.num_free
+        is_short = missing > free + self._tree.num_evictable or (windows is not None and not self._has(missing))
+        if is_short and not self._yield_pins(lease, missing):
             return None
-        short = missing - self._pool.num_free
+        short = missing - free
         if short > 0:
             self._pool.release(self._tree.evict(short))
             self.counters.evicted_pages += short
@@ -305,10 +317,15 @@ class PrefixCache:
         return len(pages)
 
     def pages_by_owner(self) -> dict[str, int]:
-        """Pages of each owner, `free`, `tree`, `private` and `fence`; and of the tree's, `evictable` and `pinned`."""
+        """Pages of each owner, `free`, `tree`, `private` and `fence`; and of the tree's, `evictable` and `pinned`.
+
+        Where there are layers with a window, their pages that are free and in the tree too.
+        """
         fence = sum(len(pages) for _, pages, _ in self._fence)
         free, tree = self._pool.num_free, self._tree
         owners = {"free": free, "tree": tree.num_pages, "private": self.num_pages - free - tree.num_pages - fence}
+        if (its := self.windows) is not None:
+            owners |= {"window_free": its.pool.num_free, "window_tree": its.tree.num_window_pages}
         return owners | {"fence": fence, "evictable": tree.num_evictable, "pinned": tree.num_pinned}
 
     def dump(self, *, max_nodes: int = 1000, max_depth: int = 32, has_salts: bool = False) -> dict[str, object]:

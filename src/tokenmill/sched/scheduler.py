@@ -35,6 +35,7 @@ class Scheduler:
             num_window_pages=config.num_window_pages,
         )
         self._longest_row = config.longest_row
+        self._has_full_kind, self._window_kind = config.has_full_kind, int(config.has_full_kind)
         self.counters = Counters()
         self._policy = load_policy(config.policy)
         self._requests: dict[int, Request] = {}
@@ -353,13 +354,11 @@ class Scheduler:
 
     def _update(self, request: Request, start: int, stop: int) -> None:
         """Tell the engine pages start .. stop - 1 of a request, of each kind."""
-        lease, slot, kind = request.lease, request.slot, 0
-        if self.config.has_full_kind:
-            self._updates.append(PageUpdate(slot, start, tuple(lease.pages[start:stop])))
-            kind = 1
-        first = max(start, lease.first)
-        if self.config.window and first < stop:
-            self._updates.append(PageUpdate(slot, first, tuple(lease.window[first:stop]), kind))
+        lease = request.lease
+        if self._has_full_kind:
+            self._updates.append(PageUpdate(request.slot, start, tuple(lease.pages[start:stop])))
+        if lease.window and (first := max(start, lease.first)) < stop:
+            self._updates.append(PageUpdate(request.slot, first, tuple(lease.window[first:stop]), self._window_kind))
 
     def _leave(self, request: Request) -> None:
         """Take a request out of those that run; its tenant pays for what it has drawn."""

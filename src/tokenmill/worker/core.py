@@ -157,15 +157,12 @@ class Core:
         return None
 
     def _pulse(self, serial: int) -> wire.Pulse:
-        scheduler, cache = self.scheduler, self.scheduler.cache
+        scheduler = self.scheduler
         return wire.Pulse(
             serial=serial,
             waiting=scheduler.num_waiting,
             running=scheduler.num_running,
-            free_pages=cache.num_free,
-            cached_pages=cache.num_cached,
-            num_pages=cache.num_pages,
-            available_pages=cache.num_available,
+            **scheduler.cache.usage,
             **dataclasses.asdict(scheduler.counters),
         )
 
