@@ -52,6 +52,10 @@ MIXTURES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_experts_per_tok": 2, "num_local_experts": 5}),
     "mixtral-window": ("Mixtral", {"num_experts_per_tok": 3, "num_local_experts": 3, "sliding_window": 16}),
 }
+YARN_AND_LOCAL = {
+    "full_attention": {"rope_type": "yarn", "factor": 8.0, "rope_theta": 5e3, "original_max_position_embeddings": 32},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+}
 FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "llama3": ("Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
@@ -63,6 +67,7 @@ FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": ORIGINAL}),
     "phi3-window": ("Phi3", {"sliding_window": 16}),
     "olmo2": ("Olmo2", {}),
+    "olmo3": ("Olmo3", {"sliding_window": 16, "rope_parameters": YARN_AND_LOCAL}),
     "smollm3": ("SmolLM3", {}),
     "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
     "gemma3": ("Gemma3Text", {**GEMMA, "sliding_window_pattern": 3, "rope_parameters": LOCAL_AND_GLOBAL}),

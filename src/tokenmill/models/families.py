@@ -51,6 +51,7 @@ FAMILIES: Mapping[str, DecoderNames] = MappingProxyType(
         "mixtral": MIXTRAL,
         "phi3": PHI3,
         "olmo2": OLMO2,
+        "olmo3": OLMO2,
         "gemma2": GEMMA2,
         "gemma3": GEMMA2,
     }

@@ -44,6 +44,7 @@ GEMMA |= {"sliding_window": 4096, "head_dim": 256}
 GEMMA2 = GEMMA | {"sliding_window_pattern": 2, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 GEMMA3 = GEMMA | {"sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "vocab_size": 262_208}
 GEMMA3 |= {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072}
+OLMO3 = {"sliding_window": 4096, "sliding_window_pattern": 4, "rope_theta": 5e5, "rope_local_base_freq": 5e5}
 QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 SMOLLM3 = {"use_sliding_window": False, "no_rope_layer_interval": 4, "rope_theta": 2e6, "tie_word_embeddings": True}
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -57,6 +58,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "MixtralForCausalLM": Architecture("mixtral", has_windows=True),
     "Phi3ForCausalLM": Architecture("phi3", has_windows=True),
     "Olmo2ForCausalLM": Architecture("olmo2", qk_norm=True),
+    "Olmo3ForCausalLM": Architecture("olmo3", OLMO3, has_windows=True, qk_norm=True),
     "SmolLM3ForCausalLM": Architecture("smollm3", SMOLLM3, has_windows=True),
     "Gemma2ForCausalLM": Architecture("gemma2", GEMMA2, has_windows=True, is_gemma=True),
     "Gemma3ForCausalLM": Architecture("gemma3", GEMMA3, has_windows=True, qk_norm=True, is_gemma=True),
