@@ -62,10 +62,10 @@ def plan(flags: PlanFlags) -> Iterator[str]:
     yield f"free memory    {hardware.memory_bytes / GIB:9.2f} GiB"
     if found.set_aside:
         yield f"graphs, draws  {found.set_aside / GIB:9.2f} GiB"
-    for kind in spec.kv_kinds:
+    for kind, pages in zip(spec.kv_kinds, config.kind_pages, strict=True):
         what = f"window of {kind.window}" if kind.window else "all tokens"
         yield f"K/V, bytes a token {found.kv_bytes(kind):9,}   {len(kind.layers)} layers, {what}"
-    yield f"K/V pool: {config.num_pages:,} pages of {config.page_size}, {config.pool_tokens:,} tokens"
+        yield f"K/V pool: {pages:,} pages of {config.page_size}, {pages * config.page_size:,} tokens"
     yield f"longest request: {config.max_model_len:,} tokens; at most {config.max_running} run at once"
     bandwidth = flags.bandwidth * 1e9 if flags.bandwidth else measure_bandwidth(config.device)
     yield f"a step's floor, by what it reads at {bandwidth / 1e9:,.0f} GB/s" + (" (measured)" * (not flags.bandwidth))

@@ -35,8 +35,8 @@ def test_the_plan_is_what_the_engine_takes(tmp_path: Path, monkeypatch: pytest.M
         assert plan.spec == spec
         assert replace(plan.config, threads=config.threads) == config
         pools = [cache.keys.nbytes + cache.values.nbytes for cache in engine._state.kv]
-        slots = config.pool_tokens + config.page_size  # a page is to spare
-        assert pools == [slots * plan.kv_bytes(kind) for kind in spec.kv_kinds]
+        kinds = zip(config.kind_pages, spec.kv_kinds, strict=True)
+        assert pools == [(pages + 1) * config.page_size * plan.kv_bytes(kind) for pages, kind in kinds]  # one to spare
     finally:
         engine.close()
 

@@ -53,8 +53,8 @@ MIXTURES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "mixtral-window": ("Mixtral", {"num_experts_per_tok": 3, "num_local_experts": 3, "sliding_window": 16}),
 }
 YARN_AND_LOCAL = {
-    "full_attention": {"rope_type": "yarn", "factor": 8.0, "rope_theta": 5e3, "original_max_position_embeddings": 32},
-    "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+    "full_attention": {"rope_type": "yarn", "factor": 8.0, "rope_theta": 5e5, "original_max_position_embeddings": 32},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
 }
 FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"attention_bias": True, "mlp_bias": True}),

@@ -25,6 +25,7 @@ ARCHITECTURES = {
     "Qwen3MoeForCausalLM": MODEL_ARCH.QWEN3MOE,
     "Phi3ForCausalLM": MODEL_ARCH.PHI3,
     "Olmo2ForCausalLM": MODEL_ARCH.OLMO2,
+    "Olmo3ForCausalLM": MODEL_ARCH.OLMO2,
     "SmolLM3ForCausalLM": MODEL_ARCH.SMOLLM3,
     "Gemma2ForCausalLM": MODEL_ARCH.GEMMA2,
     "Gemma3ForCausalLM": MODEL_ARCH.GEMMA3,

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from tokenmill.attention.select import make_backends
-from tokenmill.config import ELEMENT_SIZE, ResolvedConfig, RunConfig, check_vocabulary, kv_bytes, resolve
+from tokenmill.config import ResolvedConfig, RunConfig, check_vocabulary, kv_bytes, resolve
 from tokenmill.engine.compiler import Rehearsal
 from tokenmill.engine.device import finish_cuda_work, free_cuda_memory, measure_hardware, open_device
 from tokenmill.engine.engine import ModelEngine

@@ -63,7 +63,9 @@ class MemoryPlan:
 
     def requests_of(self, length: int) -> int:
         """How many requests of so many tokens, prompt and output, fit at once."""
-        return min(self.config.num_pages // -(-length // self.config.page_size), self.config.max_running)
+        config, kinds = self.config, zip(self.config.kind_pages, self.spec.kv_kinds, strict=True)
+        fit = [pages // -(-min(length, kind.window or length) // config.page_size) for pages, kind in kinds]
+        return min(*fit, config.max_running)
 
     def step_bytes(self, rows: int, length: int) -> int:
         """Bytes that a decode step of `rows` requests with `length` tokens each must read."""

@@ -48,6 +48,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "qwen3moe": Architecture("Qwen3MoeForCausalLM", QWEN_MOE),
         "phi3": Architecture("Phi3ForCausalLM", names={"ffn_up": "mlp.gate_up_proj"}),
         "olmo2": Architecture("Olmo2ForCausalLM"),
+        "olmo2 with window": Architecture("Olmo3ForCausalLM"),
         "smollm3": Architecture("SmolLM3ForCausalLM", is_paired=True),
         "gemma2": Architecture("Gemma2ForCausalLM", names=GEMMA_NORMS),
         "gemma3": Architecture("Gemma3ForCausalLM", names=GEMMA_NORMS),
