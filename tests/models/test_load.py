@@ -25,6 +25,7 @@ from tokenmill.spec import ModelSpec, RopeSpec
 from tokenmill.weights.checkpoint import open_checkpoint
 
 PROMPT = [10, 200, 30, 4, 99, 258, 17]
+HOST_MEMORY = 64 << 20  # beside the model
 ROOT = Path(__file__).parents[2]
 
 
@@ -211,12 +212,13 @@ def test_unknown_families_are_refused() -> None:
 
 
 MEASURE = """
-import resource, sys, torch
+import os, resource, sys, torch
 from pathlib import Path
 from tokenmill.attention.select import make_backends
 from tokenmill.models.load import load_model
 from tokenmill.parallel.group import Group
 from tokenmill.weights.checkpoint import open_checkpoint
+os.cpu_count = lambda: 64  # as many readers as there may be
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 torch.ones(64, 64) @ torch.ones(64, 64)
 before = peak()
@@ -237,11 +239,11 @@ def test_peak_memory_while_loading_float32(tmp_path: Path) -> None:
     folder = make_tiny_llama(tmp_path, **sizes)
     model_bytes = (folder / "model.safetensors").stat().st_size
     assert model_bytes > 200e6
-    assert peak_growth(folder, "float32") <= 1.3 * model_bytes
+    assert peak_growth(folder, "float32") <= model_bytes + HOST_MEMORY
 
 
 @pytest.mark.model
 def test_peak_memory_while_dequantising(default_model: Path) -> None:
     shapes = open_checkpoint(default_model).shapes.values()
     model_bytes = 2 * sum(torch.Size(shape).numel() for shape in shapes)
-    assert peak_growth(default_model, "bfloat16") <= 1.3 * model_bytes
+    assert peak_growth(default_model, "bfloat16") <= model_bytes + HOST_MEMORY

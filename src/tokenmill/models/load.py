@@ -20,9 +20,9 @@ from tokenmill.ops.select import make_ops
 from tokenmill.parallel.group import Group
 from tokenmill.spec import ModelSpec
 
-BLOCK_ELEMENTS = 2**20  # of a tensor held expanded at a time, by each reader
+BLOCK_ELEMENTS = 2**19  # of a tensor held expanded at a time, by each reader
 READERS = 8
-TASK_BLOCKS = 16
+TASK_BLOCKS = 32
 NAMES_SHOWN = 5
 HARMLESS_ENDINGS = ("rotary_emb.inv_freq",)
 
@@ -38,8 +38,8 @@ def load_model(
 ) -> CausalLM:
     """The model of a checkpoint with its weights, of which each rank of `group` reads its rows.
 
-    Up to 8 threads read, and copy to the device at once: besides the model itself each holds 2**20 numbers, in all
-    at most about 128 MiB of host memory.
+    Up to 8 threads read, and copy to the device at once: besides the model itself each holds 2**19 numbers, in all
+    at most about 64 MiB of host memory.
 
     Raises:
         ModelUnreadable: unknown family; tensors missing, unexpected, of the wrong shape, or unreadable.
