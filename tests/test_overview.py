@@ -38,11 +38,12 @@ def test_a_plan_for_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[s
     folder = make_tiny_llama(tmp_path)
     (folder / "model.safetensors").unlink()
     arguments = ["plan", str(folder), "--dtype", "float32", "--num-pages", "64", "--max-model-len", "200"]
+    arguments += ["--kv-dtype", "bfloat16"]
     assert cli.main(arguments) == 0
     shown = capsys.readouterr().out
     assert "llama, 2 layers, float32" in shown
     assert "K/V pool: 64 pages of 16, 1,024 tokens" in shown
-    assert "K/V, bytes a token       512   2 layers, all tokens" in shown
+    assert "K/V, bytes a token       256   2 layers, all tokens, bfloat16" in shown
     assert "GB/s (measured)" in shown
     assert [line.split()[:2] for line in shown.splitlines()[-1:]] == [["200", "4"]]
 
@@ -69,6 +70,7 @@ def test_a_plan_of_a_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
     [
         (("--device", "cuda"), "say --memory (GiB free) and --bandwidth (GB/s) of one"),
         ((*GPU, "--tp", "3"), "4 attention heads cannot be split over 3 ranks"),
+        ((*GPU, "--kv-dtype", "float32"), "takes K/V of the weights' type, bfloat16"),
         ((*GPU, "--tp", "0"), "--tp must be at least 1, not 0"),
         ((*GPU, "--length", "0"), "--length must be at least 1, not 0"),
         (("--memory", "0"), "--memory must be at least"),

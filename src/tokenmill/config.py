@@ -46,7 +46,7 @@ class ModelConfig:
     model: str = DEFAULT_MODEL
     """Alias, local folder, local .gguf file, or hub id."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of weights and K/V; auto is the faster of the two on this processor."""
+    """Type of the weights; auto is the faster of the two on this processor."""
     max_model_len: int | None = None
     """Longest prompt plus output in tokens; auto is what the model and the K/V pool allow."""
     random_weights: bool = False
@@ -64,6 +64,8 @@ class EngineConfig:
     attention: str = "auto"
     """Attention backend: reference, triton or flashinfer, or two as PREFILL,DECODE; auto is the fastest that the device
     has."""
+    kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of K/V; auto is that of the weights, which alone the fast attention backends take."""
     page_size: int = 16
     """Tokens a K/V page."""
     num_pages: int | None = None
@@ -188,6 +190,7 @@ class ResolvedConfig:
 
     device: Literal["cpu", "cuda"]
     dtype: DTypeName
+    kv_dtype: DTypeName
     attention: str
     threads: int
     page_size: int
@@ -259,7 +262,8 @@ def resolve(raw: RunConfig, hardware: HardwareInfo, spec: ModelSpec) -> Resolved
     check_range("--reserve-ratio", scheduler.reserve_ratio, 0, 1)
     dtype: DTypeName = hardware.fastest_dtype if raw.model.dtype == "auto" else raw.model.dtype
     longest = spec.max_position if raw.model.max_model_len is None else min(raw.model.max_model_len, spec.max_position)
-    pools = _pools(engine, share_of_memory, hardware, spec, dtype, longest)
+    kv_dtype: DTypeName = dtype if engine.kv_dtype == "auto" else engine.kv_dtype
+    pools = _pools(engine, share_of_memory, hardware, spec, kv_dtype, longest)
     pool_tokens = pools[0] * engine.page_size  # of requests of any length, where there are layers that hold these
     has_full_kind = not spec.kv_kinds[0].window
     max_model_len = _max_model_len(raw.model.max_model_len, pool_tokens if has_full_kind else longest, spec)
@@ -267,6 +271,7 @@ def resolve(raw: RunConfig, hardware: HardwareInfo, spec: ModelSpec) -> Resolved
     config = ResolvedConfig(
         device=hardware.device,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         attention=engine.attention.replace("auto", defaults.attention),
         threads=engine.threads or hardware.num_threads,
         page_size=engine.page_size,
@@ -289,6 +294,11 @@ def resolve(raw: RunConfig, hardware: HardwareInfo, spec: ModelSpec) -> Resolved
         num_window_pages=pools[-1] if spec.kv_kinds[-1].window else 0,
         has_full_kind=has_full_kind,
     )
+    if config.kv_dtype != config.dtype and config.attention != "reference":
+        raise ConfigError(
+            f"--kv-dtype {config.kv_dtype} cannot be used: {config.attention} attention takes K/V of the weights' "
+            f"type, {config.dtype}. Leave it at auto, or use --attention reference"
+        )
     _check_pools(config, hardware, spec)
     return config
 
@@ -327,7 +337,7 @@ def _pools(
 
 def kv_bytes(config: ResolvedConfig, spec: ModelSpec) -> int:
     """Bytes of all K/V pages."""
-    size, kinds = ELEMENT_SIZE[config.dtype], zip(config.kind_pages, spec.kv_kinds, strict=True)
+    size, kinds = ELEMENT_SIZE[config.kv_dtype], zip(config.kind_pages, spec.kv_kinds, strict=True)
     return config.page_size * sum(pages * spec.kv_bytes_per_token(size, kind) for pages, kind in kinds)
 
 

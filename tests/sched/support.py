@@ -19,6 +19,7 @@ def make_config(**changes: Any) -> ResolvedConfig:
     values: dict[str, Any] = {
         "device": "cpu",
         "dtype": "float32",
+        "kv_dtype": "float32",
         "attention": "reference",
         "threads": 1,
         "page_size": 4,

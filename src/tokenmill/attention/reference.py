@@ -103,8 +103,9 @@ class ReferenceAttention:
     def _attend(self, query: Tensor, keys: Tensor, values: Tensor, group: PieceGroup) -> Tensor:
         heads, kv_heads, dim = query.shape[1], keys.shape[1], keys.shape[2]
         shape = (group.pieces, group.context, kv_heads, dim)
-        key = keys.index_select(0, group.kv_slots).view(shape).transpose(1, 2)
-        value = values.index_select(0, group.kv_slots).view(shape).transpose(1, 2)
+        key, value = (
+            its.index_select(0, group.kv_slots).to(query.dtype).view(shape).transpose(1, 2) for its in (keys, values)
+        )
         if group.queries == 1:  # a single query: the heads that share a K/V head become its queries
             query = query.view(group.pieces, kv_heads, heads // kv_heads, dim)
             mixed = self._mix(query, key, value, group.mask)

@@ -28,7 +28,7 @@ class DeviceState:
 
 def allocate(config: ResolvedConfig, spec: ModelSpec, num_kv_heads: int, device: torch.device) -> DeviceState:
     """Room for each kind's pages and a spare one. On a CPU memory is taken as pages are first written."""
-    dtype = getattr(torch, config.dtype)
+    dtype = getattr(torch, config.kv_dtype)
     slots = config.max_running + 1
 
     def pool(layers: int, pages: int) -> Tensor:

@@ -59,7 +59,7 @@ class MemoryPlan:
 
     def kv_bytes(self, kind: KVKind) -> int:
         """Bytes of K and V that a token takes in the layers of a kind."""
-        return 2 * len(kind.layers) * self.num_kv_heads * self.spec.head_dim * ELEMENT_SIZE[self.config.dtype]
+        return 2 * len(kind.layers) * self.num_kv_heads * self.spec.head_dim * ELEMENT_SIZE[self.config.kv_dtype]
 
     def requests_of(self, length: int) -> int:
         """How many requests of so many tokens, prompt and output, fit at once."""

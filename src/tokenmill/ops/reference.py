@@ -107,8 +107,8 @@ class ReferenceOps:
             query, key = qkv[:, :num_heads], qkv[:, num_heads : num_heads + num_kv_heads]
             query = rotate(self.rms_norm(query, Norm(norms.query, norms.eps)), rotation)
             key = rotate(self.rms_norm(key, Norm(norms.key, norms.eps)), rotation)
-        keys.index_copy_(0, kv_slots, key)
-        values.index_copy_(0, kv_slots, value)
+        keys.index_copy_(0, kv_slots, key.to(keys.dtype))
+        values.index_copy_(0, kv_slots, value.to(values.dtype))
         return query
 
 
