@@ -118,7 +118,8 @@ def test_special_tokens_and_ends(tmp_path: Path) -> None:
 def test_tokens_that_were_added_later(tmp_path: Path) -> None:
     folder = train(tmp_path, **LLAMA)
     count = oracle(folder).vocab_size()
-    (folder / "added_tokens.json").write_text(json.dumps({"<|b|>": count + 1, "<|a|>": count}))
+    later = {"<|b|>": count + 1, "<|a|>": count, "<|odd|>": "x", "<|far|>": 10 * count}
+    (folder / "added_tokens.json").write_text(json.dumps(later))
     declared = {str(count + 2): {"content": "<|c|>", "special": True}}
     (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": declared}))
     tokenizer = Tokenizer.load(folder)

@@ -64,8 +64,10 @@ class MemoryPlan:
     def requests_of(self, length: int) -> int:
         """How many requests of so many tokens, prompt and output, fit at once."""
         config, kinds = self.config, zip(self.config.kind_pages, self.spec.kv_kinds, strict=True)
-        fit = [pages // -(-min(length, kind.window or length) // config.page_size) for pages, kind in kinds]
-        return min(*fit, config.max_running)
+        held = (
+            (pages, min(length, kind.window + config.page_size) if kind.window else length) for pages, kind in kinds
+        )
+        return min(config.max_running, *(pages // -(-tokens // config.page_size) for pages, tokens in held))
 
     def step_bytes(self, rows: int, length: int) -> int:
         """Bytes that a decode step of `rows` requests with `length` tokens each must read."""

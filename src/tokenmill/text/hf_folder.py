@@ -67,8 +67,9 @@ def _backend(path: Path, config: dict[str, Any]) -> tuple[Backend, dict[str, str
     except ModelUnreadable as error:
         raise ModelUnreadable(f"{pieces_file}: {error.message}") from error
     add_tokens(backend, pieces.tokens, pieces.kinds)
-    for text, token_id in sorted(_read_json(path / "added_tokens.json").items(), key=lambda item: str(item[1])):
-        if token_id == backend.get_vocab_size():
+    later = [(number, text) for text, number in _read_json(path / "added_tokens.json").items() if type(number) is int]
+    for number, text in sorted(later):
+        if number == backend.get_vocab_size():
             backend.add_special_tokens([AddedToken(text, special=True, normalized=False)])
     bos, eos = (pieces.ids.get(name) if config.get(f"add_{name}_token", name == "bos") else None for name in ENDS)
     add_ends(backend, pieces.tokens, bos, eos)
@@ -78,7 +79,7 @@ def _backend(path: Path, config: dict[str, Any]) -> tuple[Backend, dict[str, str
 
 def _pooling(path: Path) -> Pooling:
     """What the files of sentence-transformers say; their modules run one after another."""
-    modules = _read_json(path / "modules.json").values()
+    modules = _read_json(path / "modules.json", list)
     kinds = {str(module.get("type")).rpartition(".")[2] for module in modules if isinstance(module, dict)}
     pooling = _read_json(path / "1_Pooling" / "config.json")
     modes = {name.removeprefix("pooling_mode_") for name, value in pooling.items() if value is True and "mode_" in name}
@@ -91,16 +92,14 @@ def _pooling(path: Path) -> Pooling:
     return POOLINGS[modes.pop()] if modes else "last"
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path, kind: type = dict) -> Any:
     if not path.is_file():
-        return {}
+        return kind()
     try:
         content = msgspec.json.decode(path.read_bytes())
     except (OSError, msgspec.DecodeError, RecursionError) as error:
         raise ModelUnreadable(f"{path} cannot be read as JSON: {error}") from error
-    if isinstance(content, list):
-        return {str(index): item for index, item in enumerate(content)}
-    return content if isinstance(content, dict) else {}
+    return content if isinstance(content, kind) else kind()
 
 
 def _token_text(value: Any) -> str | None:
