@@ -125,7 +125,6 @@ def test_calls(style: str, text: str, expected: list[tuple[str, str, int]]) -> N
         ("hermes", '<tool_call>{"arguments": {"a": "\\u12"}, "name": "f"}</tool_call>'),
         ("hermes", '<tool_call>{"arguments": {"a" 1}, "name": "f"}</tool_call>'),
         ("hermes", '<tool_call>{"arguments": {1: 1}, "name": "f"}</tool_call>'),
-        ("hermes", f'<tool_call>{{"x": {"[" * 70}{"]" * 70}, "name": "f"}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "f"'),
         ("hermes", '{"name": "f", "arguments": {}}'),
         ("mistral", "[TOOL_CALLS] none of them {} is known"),
@@ -161,9 +160,16 @@ def test_nothing_is_held_back_longer_than_it_must_be() -> None:
     assert reader.push("}</tool_call>") == reader.finish() == []
 
 
-def test_arguments_that_break_are_cut_and_the_rest_is_content() -> None:
-    text = '<tool_call>{"name": "f", "arguments": {"a": ?}}</tool_call>'
-    assert read(Dialect("hermes"), text) == [*call(0, "f", '{"a": ?'), *content("}}</tool_call>")]
+def test_arguments_that_are_no_json_are_handed_on_as_they_are() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"a": ?, "]": [["}"}]}}</tool_call>'
+    assert read(Dialect("hermes"), text) == call(0, "f", '{"a": ?, "]": [["}"}]}')
+    deep = f'{{"x": {"[" * 5000}{"]" * 5000}}}'
+    assert read(Dialect("json"), f'{{"name": "f", "arguments": {deep}}}') == call(0, "f", deep)
+
+
+def test_what_follows_arguments_where_it_cannot_is_content() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"a": 1} x}</tool_call>'
+    assert read(Dialect("hermes"), text) == [*call(0, "f", '{"a": 1}'), *content(" x}</tool_call>")]
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ as they come.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Generator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -17,13 +17,9 @@ import msgspec
 from tokenmill.server.parts import Kind, Part, ThoughtReader
 from tokenmill.text.dialect import Dialect, ToolStyle
 
-MAX_DEPTH = 64
 MAX_NAME = 256
 SPACE = " \t\r\n"
-ESCAPES = '"\\/bfnrt'
-SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?")
-SCALAR_LETTERS = frozenset("+-.0123456789Eaeflnrstu")
-HEX = frozenset("0123456789abcdefABCDEF")
+ENDS = ",]}" + SPACE  # of a value without quotes or brackets
 ARGUMENTS = ("arguments", "parameters")
 ARGS_MARK = "[ARGS]"
 
@@ -115,10 +111,8 @@ class ToolReader:
             self._in_text = True
             yield from self._text()
             self._in_text = False
-            try:
+            with suppress(_Broken):
                 yield from self._calls()
-            except _Broken:
-                self._back = "" if self._is_open else self._back  # it was handed on with the arguments
             self._close()
             self._content(self._held)
             self._held = ""
@@ -177,6 +171,7 @@ class ToolReader:
             raise _Broken
         self._arguments = self._arguments or "{}"
         self._open()
+        self._held = ""
         return self._close()
 
     def _call_object(self) -> Letters:
@@ -228,8 +223,6 @@ class ToolReader:
     def _call_arguments(self, letter: str) -> Letters:
         if letter == '"':  # an object within a string
             self._arguments = yield from self._string()
-            if not is_object(self._arguments):
-                raise _Broken
         elif letter == "{":
             self._arguments = letter
         else:
@@ -247,14 +240,14 @@ class ToolReader:
         if self._name not in self._tools:
             raise _Broken
         if not self._is_open:
+            if self._arguments != "{" and not is_object(self._arguments):  # all of them, then
+                raise _Broken
             self._num_calls += 1
             self._is_open, self._held, self._blank = True, "", ""
             self._add("call", self._name)
             self._add("arguments", self._arguments)
 
     def _close(self) -> str:
-        if self._is_open:
-            self._held = ""
         self._is_open = self._copies = False
         self._name = self._arguments = ""
         return ""
@@ -270,59 +263,40 @@ class ToolReader:
             raise _Broken
         return letter
 
-    def _string(self) -> Letters:
-        """The text of a string whose first quote was taken."""
+    def _quoted(self) -> Letters:
+        """A string whose first quote was taken, as it is written."""
         raw = '"'
         while True:
             letter = yield from self._take()
             raw += letter
             if letter == '"':
-                return str(json.loads(raw))
-            if letter < " ":
-                raise _Broken
+                return raw
             if letter == "\\":
-                escape = yield from self._take()
-                raw += escape
-                if escape == "u":
-                    for _ in range(4):
-                        digit = yield from self._take()
-                        raw += digit
-                        if digit not in HEX:
-                            raise _Broken
-                elif escape not in ESCAPES:
-                    raise _Broken
+                raw += yield from self._take()
 
-    def _value(self, letter: str, depth: int = 0) -> Letters:
-        """One JSON value whose first letter was taken."""
-        if letter == '"':
-            return (yield from self._string())
-        if letter in "{[":
-            return (yield from self._container("}" if letter == "{" else "]", depth + 1))
-        raw = ""
-        while letter in SCALAR_LETTERS:
-            raw += letter
-            letter = yield from self._take()
-        self._untake(letter)
-        if not SCALAR.fullmatch(raw):
-            raise _Broken
-        return raw
+    def _string(self) -> Letters:
+        """The text of a string whose first quote was taken."""
+        raw = yield from self._quoted()
+        try:
+            return str(json.loads(raw))
+        except ValueError:
+            raise _Broken from None
 
-    def _container(self, close: str, depth: int) -> Letters:
-        if depth > MAX_DEPTH:
-            raise _Broken
-        if (letter := (yield from self._next())) == close:
-            return close
+    def _value(self, letter: str) -> Letters:
+        """One JSON value whose first letter was taken, as far as quotes and brackets tell."""
+        if letter not in '"{[':
+            while letter not in ENDS:
+                letter = yield from self._take()
+            self._untake(letter)
+            return ""
+        depth = 0
         while True:
-            if close == "}":
-                if letter != '"':
-                    raise _Broken
-                yield from self._string()
-                yield from self._expect(":")
-                letter = yield from self._next()
-            yield from self._value(letter, depth)
-            if (yield from self._expect("," + close)) == close:
-                return close
-            letter = yield from self._next()
+            if letter == '"':
+                yield from self._quoted()
+            depth += (letter in "{[") - (letter in "}]")
+            if not depth:
+                return ""
+            letter = yield from self._take()
 
 
 class AnswerReader:
