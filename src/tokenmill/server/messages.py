@@ -113,21 +113,20 @@ def _messages(body: Json) -> list[Json]:
 
 
 def _answer(blocks: list[Json]) -> Json:
-    texts = [block["text"] for block in blocks if block["type"] == "text"]
-    thoughts = [block["thinking"] for block in blocks if block["type"] == "thinking"]
-    calls = []
+    answer: Json = {"role": "assistant", "content": ""}
     for block in blocks:
-        if block["type"] == "tool_use":
+        if block["type"] == "text":
+            answer["content"] += block["text"]
+        elif block["type"] == "thinking":
+            before = [answer["reasoning_content"]] if "reasoning_content" in answer else []
+            answer["reasoning_content"] = "\n".join([*before, block["thinking"]])
+        elif block["type"] == "tool_use":
             function = {"name": block["name"], "arguments": block["input"]}
-            calls.append({"id": block["id"], "type": "function", "function": function})
-        elif block["type"] == "tool_result":
+            call = {"id": block["id"], "type": "function", "function": function}
+            answer.setdefault("tool_calls", []).append(call)
+        else:
             _refuse(block, "assistant")
-    answer: Json = {"role": "assistant", "content": "".join(texts)}
-    return (
-        answer
-        | ({"reasoning_content": "\n".join(thoughts)} if thoughts else {})
-        | ({"tool_calls": calls} if calls else {})
-    )
+    return answer
 
 
 def _refuse(block: Json, role: str) -> None:
