@@ -32,6 +32,7 @@ TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
     "object": ((dict,), "an object"),
     "null": ((type(None),), "null"),
 }
+BOUNDS = frozenset(("minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems"))
 MAX_SHOWN = 80
 MANY = 2**31 - 1
 
@@ -179,33 +180,35 @@ def _insert(node: Schema, field: Field) -> None:
 
 def check(value: Any, schema: Schema, where: str) -> None:
     """Raises InvalidRequest, naming the place, for a value that the schema does not allow."""
-    if schema.get("x-refused") and not any(equals(value, neutral) for neutral in schema["enum"]):
-        why = schema.get("description", "").removeprefix("refused").removeprefix("; ")
-        raise UnsupportedField(
-            f"{where} is not supported with this value{f' ({why})' if why else ''}: leave it out", where
-        )
     if "anyOf" in schema:
         schema = _branch(value, schema, where)
+    if "enum" in schema:
+        if any(equals(value, allowed) for allowed in schema["enum"]):
+            return
+        if not schema.get("x-refused"):
+            raise InvalidRequest(f"{where} must be {words(schema)}", where)
+        why = schema.get("description", "").removeprefix("refused").removeprefix("; ")
+        told = f"{where} is not supported with this value{f' ({why})' if why else ''}: leave it out"
+        raise UnsupportedField(told, where)
     if not _is_of(value, schema.get("type")):
         raise InvalidRequest(f"{where} must be {words(schema)}, not {kind_of(value)}", where)
-    if "enum" in schema and not any(equals(value, allowed) for allowed in schema["enum"]):
-        raise InvalidRequest(f"{where} must be {words(schema)}", where)
-    if isinstance(value, str) and not re.search(schema.get("pattern", "").replace("$", r"\Z"), value):
+    if "pattern" in schema and not re.search(schema["pattern"].replace("$", r"\Z"), value):
         raise InvalidRequest(f"{where} must match {schema['pattern']}", where)
-    size = len(value) if isinstance(value, str | list) else value if isinstance(value, int | float) else 0
-    least, most = _bounds(schema)
-    if not (least is None or least <= size) or not (most is None or size <= most):
-        raise InvalidRequest(f"{where} must be {words(schema)}", where)
-    if isinstance(value, list) and (items := schema.get("items")):
+    if not BOUNDS.isdisjoint(schema):
+        size = len(value) if isinstance(value, str | list) else value
+        least, most = _bounds(schema)
+        if not (least is None or least <= size) or not (most is None or size <= most):
+            raise InvalidRequest(f"{where} must be {words(schema)}", where)
+    if "items" in schema:
         for index, item in enumerate(value):
-            check(item, items, f"{where}[{index}]")
-    if isinstance(value, dict) and "properties" in schema:
+            check(item, schema["items"], f"{where}[{index}]")
+    elif "properties" in schema:
         for name, item in value.items():
             if item is not None or name in schema["properties"]:  # clients send back all that they know, as null
                 _check_property(schema, name, item, f"{where}.{name[:MAX_SHOWN]}")
-        missing = next((name for name in schema["required"] if name not in value), None)
-        if missing is not None:
-            raise InvalidRequest(f"{where}.{missing} is missing", f"{where}.{missing}")
+        for name in schema["required"]:
+            if name not in value:
+                raise InvalidRequest(f"{where}.{name} is missing", f"{where}.{name}")
 
 
 def _check_property(schema: Schema, name: str, value: Any, where: str) -> None:
@@ -220,13 +223,15 @@ def _check_property(schema: Schema, name: str, value: Any, where: str) -> None:
 def _branch(value: Any, schema: Schema, where: str) -> Schema:
     """The branch that the value is meant to be."""
     branches: list[Schema] = [branch for branch in schema["anyOf"] if _fits(value, branch)]
+    if len(branches) == 1:
+        return branches[0]
     if not branches:
         raise InvalidRequest(f"{where} must be {words(schema)}, not {kind_of(value)}", where)
     if isinstance(value, list):
         fitting = (branch for branch in branches if value and _fits(value[0], branch.get("items") or NULL))
         return next(fitting, branches[0])
     tags = [branch.get("properties", {}).get("type", {}).get("enum") for branch in branches]
-    if not isinstance(value, dict) or len(branches) == 1 or None in tags:
+    if not isinstance(value, dict) or None in tags:
         return branches[0]
     for branch, tag in zip(branches, tags, strict=True):
         if value.get("type") in tag:
@@ -248,7 +253,7 @@ def _is_of(value: Any, kind: str | None) -> bool:
 
 def equals(value: Any, other: Any) -> bool:
     """Equal as JSON: true is not 1."""
-    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
+    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
 
 
 def kind_of(value: Any) -> str:

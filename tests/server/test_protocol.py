@@ -9,6 +9,7 @@ import pytest
 
 from tokenmill.errors import InvalidRequest, UnsupportedField
 from tokenmill.server.protocol import (
+    MAX_OBJECTS,
     GenerationRequest,
     decode_body,
     parse_chat,
@@ -55,6 +56,14 @@ def chat(**fields: Any) -> GenerationRequest:
 def test_what_is_no_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(InvalidRequest):
         decode_body(body)
+
+
+def test_bodies_of_very_many_objects_are_refused_and_braces_in_texts_are_none() -> None:
+    for many in (b"{}," * MAX_OBJECTS, b'[{"a":[]}],' * MAX_OBJECTS):
+        with pytest.raises(InvalidRequest, match="32768 objects"):
+            decode_body(b'{"a":[' + many + b"1]}")
+    assert decode_body(b'{"a":[' + b"{}," * (MAX_OBJECTS - 1) + b"1]}")
+    assert decode_body(b'{"a":"' + b"{" * 2 * MAX_OBJECTS + b'"}')
 
 
 def test_json_oddities_that_are_fine() -> None:

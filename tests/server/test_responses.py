@@ -192,6 +192,7 @@ def test_a_failure_in_mid_stream_is_the_last_event() -> None:
     events = Speaking().events(PATH, input="BREAK")
     last = events[-1]
     assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
+    assert last["response"]["output"][0]["content"][0]["text"] == "BR"
     assert last["response"]["error"] == {"code": "server_error", "message": "the model broke"}
     assert Site().post(PATH, input="BREAK").status_code == 500
     assert Site().post(PATH, input="REFUSE", stream=True).json()["error"]["code"] == 400
@@ -256,3 +257,17 @@ def test_a_broken_call_is_text() -> None:
     events = Speaking().events(PATH, input=broken, tools=[ADD], max_output_tokens=broken.index("1") + 1)
     (item,) = events[-1]["response"]["output"]
     assert (item["type"], item["status"], item["arguments"]) == ("function_call", "incomplete", '{"a": 1')
+
+
+def test_items_that_come_at_once() -> None:
+    shape = ResponsesShape(parse(), Dialect("json", "think"))
+    shape.start(Head("1", "m", 0, has_timings=False), Generation(1, 1))
+    events = shape.news([(0, said("<think>Hm</think>So", end=FinishReason.LENGTH))])
+    answer = json.loads(shape.ending().rpartition(b"data: ")[2])["response"]
+    assert [item["status"] for item in answer["output"]] == ["completed", "incomplete"]
+    assert events.count(b"event: response.output_text.delta") == 1
+    empty = ResponsesShape(parse(), Dialect())
+    empty.start(Head("1", "m", 0, has_timings=False), Generation(1, 1))
+    events = empty.news([(0, said("", end=FinishReason.STOP))])
+    assert b"response.output_text.done" in events
+    assert b"response.output_text.delta" not in events

@@ -34,8 +34,8 @@ def test_questions_to_a_tokenizer(site: Site) -> None:
         ("/tokenize", {"prompt": "a", "model": "other"}, 404, "model"),
         ("/detokenize", {}, 400, "tokens"),
         ("/detokenize", {"tokens": "a"}, 400, "tokens"),
-        ("/detokenize", {"tokens": [1, -1]}, 400, "tokens[1]"),
-        ("/detokenize", {"tokens": [2**31]}, 400, "tokens[0]"),
+        ("/detokenize", {"tokens": [1, -1]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [2**31]}, 400, "tokens"),
         ("/detokenize", {"tokens": [1], "model": "other"}, 404, "model"),
     ],
 )

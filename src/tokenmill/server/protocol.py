@@ -22,7 +22,7 @@ from tokenmill.wire.messages import ChatPrompt, TextCall, pack_ids
 Prompt = str | list[int] | ChatPrompt
 
 COMPLETION_MAX_TOKENS = 16
-MAX_DEPTH = 64
+MAX_DEPTH, MAX_OBJECTS = 64, 2**15
 PLAIN = Dialect()
 NO_TOOLS = ToolUse()
 
@@ -68,7 +68,8 @@ class GenerationRequest:
 def decode_body(body: bytes) -> dict[str, Any]:
     """The JSON object in `body`; a byte order mark is skipped, and of a key given twice the last counts.
 
-    Raises InvalidRequest for what is not strict JSON in UTF-8 (NaN and lone surrogates are not), or nested too deeply.
+    Raises InvalidRequest for what is not strict JSON in UTF-8 (NaN and lone surrogates are not), nested too deeply, or
+    of so many objects that other requests would wait while they are checked.
     """
     try:
         value = msgspec.json.decode(body.removeprefix(b"\xef\xbb\xbf"))
@@ -78,7 +79,19 @@ def decode_body(body: bytes) -> dict[str, Any]:
         raise InvalidRequest("the body is nested too deeply") from None
     if not isinstance(value, dict):
         raise InvalidRequest(f"the body must be a JSON object, not {kind_of(value)}")
+    if body.count(b"{") > MAX_OBJECTS and _has_many_objects(value):
+        raise InvalidRequest(f"the body holds over {MAX_OBJECTS} objects: send fewer messages, or fewer parts of them")
     return value
+
+
+def _has_many_objects(value: Any) -> bool:
+    """Whether there are over MAX_OBJECTS of them, and not only their braces in texts."""
+    count, left = 0, [value]
+    while left and count <= MAX_OBJECTS:
+        item = left.pop()
+        count += isinstance(item, dict)
+        left += item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+    return count > MAX_OBJECTS
 
 
 def parse_chat(
@@ -142,7 +155,10 @@ def parse_tokenize(body: dict[str, Any]) -> tuple[str | None, TextCall, Prompt]:
 def parse_detokenize(body: dict[str, Any]) -> tuple[str | None, TextCall]:
     """Model and question of a /detokenize request. Raises as `parse_chat`."""
     fields = Fields(body, DETOKENIZE)
-    model, token_ids = fields.take("model"), fields.take("tokens")
+    model, raw = fields.take("model"), fields.raw("tokens")
+    if not isinstance(raw, list):
+        raise InvalidRequest("tokens must be a list of token ids", "tokens")
+    token_ids = _token_ids(raw, "tokens") if raw else []
     fields.refuse_rest()
     return model, TextCall(token_ids=pack_ids(token_ids))
 

@@ -76,7 +76,7 @@ RESPONSES = Table(
     honoured("max_output_tokens", whole(1, MAX_INT32), "thoughts and calls included"),
     honoured("top_logprobs", whole(0, MAX_LOGPROBS), "0 unless given; not 0 asks for logprobs as well"),
     honoured(
-        "include", array(one_of(WITH_LOGPROBS, "reasoning.encrypted_content")), "thoughts come unencrypted anyway"
+        "include", array(one_of(WITH_LOGPROBS, "reasoning.encrypted_content"), 0, 8), "thoughts come unencrypted anyway"
     ),
     refused("previous_response_id conversation prompt", "nothing is stored: send the whole input"),
     refused("background", "nothing is stored", False),
