@@ -70,6 +70,10 @@ def test_messages_that_follow_each_other_stay_apart() -> None:
     text = {"type": "text", "text": "x"}
     two = [{"role": "user", "content": [text]}] * 2
     assert prompt_of(parse(messages=two)).messages == two
+    thoughts = [{"type": "thinking", "thinking": thought} for thought in "ab"]
+    answer = {"role": "assistant", "content": [*thoughts, text]}
+    (shown,) = prompt_of(parse(messages=[answer])).messages
+    assert (shown["reasoning_content"], shown["content"]) == ("a\nb", "x")
 
 
 def test_a_last_message_of_the_assistant_goes_on() -> None:
@@ -178,6 +182,9 @@ def test_what_is_cut_behind_a_call_says_so() -> None:
     for length, reason in ((len(call) + 1, "tool_use"), (len(call), "max_tokens")):
         answer = Speaking().answer(PATH, messages=user(f"{call}."), max_tokens=length, tools=[ADD])
         assert (answer["content"][0]["type"], answer["stop_reason"]) == ("tool_use", reason)
+    cut = Speaking().events(PATH, messages=user(f"{call}."), max_tokens=call.index("}}"), tools=[ADD])
+    assert [event["type"] for event in cut[-3:]] == ["content_block_stop", "message_delta", "message_stop"]
+    assert (cut[-2]["delta"]["stop_reason"], cut[-4]["delta"]["type"]) == ("max_tokens", "input_json_delta")
 
 
 def test_errors_are_of_anthropics_shape() -> None:

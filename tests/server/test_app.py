@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Awaitable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from tests.server.site import COMPLETIONS, SETTINGS, Site, error_of, user
 from tokenmill.clock import milliseconds
+from tokenmill.server import routes
 from tokenmill.server.app import create_app
 from tokenmill.server.sse import Chunks, encode_event
 
@@ -236,6 +238,23 @@ def test_content_types_that_are_json(site: Site, content_type: str | None) -> No
     headers = {} if content_type is None else {"content-type": content_type}
     response = site.request("POST", COMPLETIONS, content=b'{"prompt":"x"}', headers=headers)
     assert response.status_code == 200
+
+
+def test_large_bodies_are_read_on_a_thread(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_by: list[str] = []
+    decode = routes.decode_body
+
+    def noted(body: bytes) -> dict[str, Any]:
+        read_by.append(threading.current_thread().name)
+        return decode(body)
+
+    monkeypatch.setattr(routes, "decode_body", noted)
+    for size in (0, 10**6):
+        monkeypatch.setattr(routes, "LARGE", size)
+        assert site.post(COMPLETIONS, prompt="ab", max_tokens=2).json()["choices"][0]["text"] == "ab"
+        assert error_of(site.post(COMPLETIONS, prompt=5))["param"] == "prompt"
+    main = threading.main_thread().name
+    assert [name == main for name in read_by] == [False, False, True, True]
 
 
 def test_a_body_in_pieces_is_put_together_and_bounded(site: Site) -> None:

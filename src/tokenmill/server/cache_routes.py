@@ -19,7 +19,7 @@ from tokenmill.server.fields import FLUSH, PIN, PROBE
 from tokenmill.server.protocol import Fields, Prompt, prompts_of, template_prompt
 from tokenmill.wire.messages import CacheCall, CacheVerb
 
-Reader = Callable[[Request], Awaitable[tuple[dict[str, Any], int]]]
+Reader = Callable[..., Awaitable[tuple[Any, int]]]
 MAX_NODES, MAX_DEPTH = 10_000, 64
 PROBE_EXAMPLE = {"prompt": "The sun is"}
 PIN_EXAMPLE = {"messages": [{"role": "system", "content": "Be brief."}], "add_generation_prompt": False, "ttl": 600}
@@ -43,11 +43,13 @@ VERBS: Mapping[CacheVerb, tuple[str, Table, dict[str, Any]]] = {
 
 
 def add_cache_routes(router: APIRouter, client: EngineClient, read: Reader, timeout: float) -> None:
-    """Routes that ask the scheduler, between steps; `read` gives a body and its size, `timeout` is in seconds."""
+    """Routes that ask the scheduler, between steps, within `timeout` seconds.
+
+    `read` gives what a function makes of a request's body, and the body's size.
+    """
 
     async def ask(verb: CacheVerb, request: Request) -> Response:
-        body, size = await read(request)
-        call, prompt = parse_cache_call(body, verb)
+        (call, prompt), size = await read(request, parse_cache_call, verb)
         return json_response(await client.ask(call, timeout, prompt, size))
 
     @router.get("/v1/cache", responses=answers_of(), summary="Pages by owner, hits, evictions")

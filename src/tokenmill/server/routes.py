@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,6 +28,8 @@ from tokenmill.text.dialect import Dialect
 from tokenmill.types import MAX_NAME
 from tokenmill.version import __version__
 from tokenmill.wire.messages import TextCall
+
+LARGE = 2**18  # bytes of a body that is read on a thread, beside other requests
 
 
 @dataclass(frozen=True)
@@ -105,21 +108,20 @@ def make_router(client: EngineClient, settings: AppSettings) -> APIRouter:
     async def version() -> Response:
         return json_response({"version": __version__})
 
-    async def read(request: Request) -> tuple[dict[str, Any], int]:
+    async def read(request: Request, parse: Callable[..., Any], *rest: Any) -> tuple[Any, int]:
         raw = await read_body(request, settings.max_body_bytes)
-        return decode_body(raw or b"{}"), len(raw)
+        work = partial(_parsed, raw or b"{}", parse, *rest)
+        return await asyncio.to_thread(work) if len(raw) > LARGE else work(), len(raw)
 
     @router.post("/tokenize", openapi_extra=TOKENIZE_BODY, summary="The tokens of a prompt or of messages")
     async def tokenize(request: Request) -> Response:
-        body, size = await read(request)
-        name, call, prompt = parse_tokenize(body)
+        (name, call, prompt), size = await read(request, parse_tokenize)
         _check_model(name)
         return json_response(await client.ask(call, settings.answer_timeout, prompt, size))
 
     @router.post("/detokenize", openapi_extra=DETOKENIZE_BODY, summary="The text of tokens")
     async def detokenize(request: Request) -> Response:
-        body, size = await read(request)
-        name, call = parse_detokenize(body)
+        (name, call), size = await read(request, parse_detokenize)
         _check_model(name)
         return json_response(await client.ask(call, settings.answer_timeout, size=size))
 
@@ -127,11 +129,10 @@ def make_router(client: EngineClient, settings: AppSettings) -> APIRouter:
 
     async def answer(path: str, request: Request) -> Response:
         api, came = APIS[path], milliseconds()
-        raw = await read_body(request, settings.max_body_bytes)
-        call = api.parse(decode_body(raw), settings.sampling_defaults, came, settings.dialect)
+        call, size = await read(request, api.parse, settings.sampling_defaults, came, settings.dialect)
         _check_model(call.model)
         if api.shape is None:
-            told = await client.ask(TextCall(), settings.answer_timeout, call.prompts[0], len(raw))
+            told = await client.ask(TextCall(), settings.answer_timeout, call.prompts[0], size)
             return json_response({"input_tokens": told["count"]})
         if call.scheduling.priority and not settings.has_priorities:
             advice = "start the server with --policy priority or --eviction priority, or leave it out"
@@ -145,7 +146,7 @@ def make_router(client: EngineClient, settings: AppSettings) -> APIRouter:
         request_id, has_timings = call.request_id or state.request_id, settings.timings or call.timings
         head = Head(request_id, settings.model, int(time.time()), has_timings)
         options: dict[str, Any] = {"scheduling": call.scheduling, "name": request_name(state.holder, request_id)}
-        opening = partial(client.open, call.prompts, call.params, echo=call.echo, size=len(raw), **options)
+        opening = partial(client.open, call.prompts, call.params, echo=call.echo, size=size, **options)
         return Answer(opening, call, api.shape(call, settings.dialect), head, settings.sse_keep_alive)
 
     for path, api in APIS.items():
@@ -156,6 +157,10 @@ def make_router(client: EngineClient, settings: AppSettings) -> APIRouter:
             raise ModelNotFound(f"no model {name!r} here: this server has {settings.model!r}")
 
     return router
+
+
+def _parsed(raw: bytes, parse: Callable[..., Any], *rest: Any) -> Any:
+    return parse(decode_body(raw), *rest)
 
 
 async def read_body(request: Request, limit: int) -> bytes:
