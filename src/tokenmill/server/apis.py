@@ -46,56 +46,23 @@ class Api:
     error: Schema = field(default_factory=lambda: ERROR)
 
 
+HI, SUN = {"messages": HELLO, "max_tokens": 64}, "The sun is"
+CHAT_ANSWERS = {"response": CHAT_RESPONSE, "chunk of a stream": CHAT_CHUNK}
+TEXT_ANSWERS = {"response, and chunk of a stream": COMPLETION_RESPONSE}
+VECTORS, ITEMS = {"response": EMBEDDING_RESPONSE}, {"response": RESPONSE}
+BLOCKS, COUNTED = {"response": MESSAGE_RESPONSE}, {"response": COUNT_RESPONSE}
 APIS: Mapping[str, Api] = {
-    "/v1/chat/completions": Api(
-        "Chat, OpenAI-compatible",
-        parse_chat,
-        ChatShape,
-        CHAT,
-        {"response": CHAT_RESPONSE, "chunk of a stream": CHAT_CHUNK},
-        {"messages": HELLO, "max_tokens": 64, "stream": True},
-    ),
+    "/v1/chat/completions": Api("Chat", parse_chat, ChatShape, CHAT, CHAT_ANSWERS, {**HI, "stream": True}),
     "/v1/completions": Api(
-        "Text completion, OpenAI-compatible",
-        parse_completion,
-        CompletionShape,
-        COMPLETION,
-        {"response, and chunk of a stream": COMPLETION_RESPONSE},
-        {"prompt": "The sun is", "max_tokens": 16},
+        "Text completion", parse_completion, CompletionShape, COMPLETION, TEXT_ANSWERS, {"prompt": SUN}
     ),
-    "/v1/embeddings": Api(
-        "Embeddings, OpenAI-compatible",
-        parse_embedding,
-        EmbeddingShape,
-        EMBEDDING,
-        {"response": EMBEDDING_RESPONSE},
-        {"input": "The sun is"},
-    ),
+    "/v1/embeddings": Api("Embeddings", parse_embedding, EmbeddingShape, EMBEDDING, VECTORS, {"input": SUN}),
     "/v1/responses": Api(
-        "Responses, OpenAI-compatible, without anything stored",
-        parse_responses,
-        ResponsesShape,
-        RESPONSES,
-        {"response": RESPONSE},
-        {"input": "Hello", "max_output_tokens": 64},
+        "Responses, nothing stored", parse_responses, ResponsesShape, RESPONSES, ITEMS, {"input": SUN}
     ),
-    "/v1/messages": Api(
-        "Messages, Anthropic-compatible",
-        parse_messages,
-        MessagesShape,
-        MESSAGES,
-        {"response": MESSAGE_RESPONSE},
-        {"messages": HELLO, "max_tokens": 64},
-        MESSAGE_ERROR,
-    ),
+    "/v1/messages": Api("Messages", parse_messages, MessagesShape, MESSAGES, BLOCKS, HI, MESSAGE_ERROR),
     "/v1/messages/count_tokens": Api(
-        "Tokens of a message's prompt",
-        parse_count,
-        None,
-        COUNT_TOKENS,
-        {"response": COUNT_RESPONSE},
-        {"messages": HELLO},
-        MESSAGE_ERROR,
+        "Tokens of a message's prompt", parse_count, None, COUNT_TOKENS, COUNTED, {"messages": HELLO}, MESSAGE_ERROR
     ),
 }
 CARD = full(id=TEXT, object=one_of("model"), created=COUNT, owned_by=TEXT, max_model_len=COUNT)
