@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from io import RawIOBase
 from pathlib import Path
@@ -56,15 +55,6 @@ class BatchOptions:
     log_level: LogLevel
 
 
-class _Usage(msgspec.Struct, frozen=True):
-    completion_tokens: int = 0
-    output_tokens: int = 0
-
-
-class _Body(msgspec.Struct, frozen=True):
-    usage: _Usage | None = None
-
-
 def run_batch(run: RunConfig, options: BatchOptions, planner: Planner = plan_processes) -> int:
     """Answer every line that has no answer yet; returns 0, also if some are errors. For a process's main thread.
 
@@ -87,7 +77,7 @@ def run_batch(run: RunConfig, options: BatchOptions, planner: Planner = plan_pro
         answers, errors = (cast(RawIOBase, file) for file in files)
         bar = _bar(count)
         batch = Batch(options, done, num_before, answers, errors, bar)
-        if not batch.has_work:
+        if count == num_before:
             return batch.tell()
         engine = stack.enter_context(started(run, server, planner, "tokenmill.server.api"))
         settings = ApiSettings(server, Keys(), run.model.model, engine.directory, engine.info)
@@ -120,12 +110,6 @@ class Batch:
         self._num_answered = self._num_failed = self._num_tokens = 0
         self._left = (line for line in read_lines(options.input) if not done.has(line[0], line[1]))
         self._num_before = num_before
-        self._first = next(self._left, None)
-
-    @property
-    def has_work(self) -> bool:
-        """Whether a line is left to be answered."""
-        return self._first is not None
 
     def tell(self) -> int:
         """Say what was done; returns 0."""
@@ -139,8 +123,7 @@ class Batch:
         with settings.connect() as (client, inbox):
             app = settings.make_app(client)
             pump, death = asyncio.create_task(inbox.pump(client.deliver)), asyncio.create_task(supervisor.watch())
-            lines = self._lines()
-            workers = [asyncio.create_task(self._work(app, lines)) for _ in range(self._options.concurrency)]
+            workers = [asyncio.create_task(self._work(app)) for _ in range(self._options.concurrency)]
             work = asyncio.gather(*workers)
             watched: set[asyncio.Future[Any]] = {pump, death, work}
             try:
@@ -156,13 +139,8 @@ class Batch:
                     task.cancel()
                 await asyncio.gather(pump, death, *workers, return_exceptions=True)
 
-    def _lines(self) -> Iterator[tuple[int, str | None, bytes]]:
-        if self._first is not None:
-            yield self._first
-        yield from self._left
-
-    async def _work(self, app: ASGIApp, lines: Iterator[tuple[int, str | None, bytes]]) -> None:
-        for number, name, text in lines:
+    async def _work(self, app: ASGIApp) -> None:
+        for number, name, text in self._left:
             request = parse_line(number, text)
             if isinstance(request, BatchError):
                 self._write(new_answer(name, None, request))
@@ -177,8 +155,8 @@ class Batch:
         self._num_failed += has_failed
         if response is not None and not has_failed:
             with contextlib.suppress(msgspec.DecodeError):
-                usage = msgspec.json.decode(response.body, type=_Body).usage or _Usage()
-                self._num_tokens += usage.completion_tokens or usage.output_tokens
+                usage = msgspec.json.decode(response.body, type=dict[str, Any]).get("usage") or {}
+                self._num_tokens += usage.get("completion_tokens") or usage.get("output_tokens") or 0
         (task,) = self._bar.tasks
         speed = f"{self._num_tokens / max(task.elapsed or 0.0, 1e-9):.0f} tok/s"
         more = f"{speed}, {self._num_failed} errors" if self._num_failed else speed
