@@ -11,6 +11,7 @@
     ├── ConfigError           a flag or an environment variable that cannot work
     ├── StartFailed           a process did not become ready; carries its reason
     ├── RanksDisagree         schedulers that were told the same made different plans
+    ├── RankLost              a rank died, hangs, or cannot be reached
     └── WorkerDied            a process ended while requests were running
 
 ``server.errors`` maps them to HTTP in one place, ``cli`` to one line on stderr and an exit code.
@@ -97,6 +98,10 @@ class StartFailed(TokenmillError):
 
 class RanksDisagree(TokenmillError):
     """Schedulers that were told the same made different plans."""
+
+
+class RankLost(TokenmillError):
+    """A rank died, hangs, or cannot be reached."""
 
 
 class WorkerDied(TokenmillError):

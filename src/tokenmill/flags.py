@@ -125,8 +125,6 @@ class ModelsFlags:
 class PlanFlags(RunFlags):
     """Tell what serving a model would take; weights are not read. Takes the flags of serve that shape memory."""
 
-    tp: int = 1
-    """Devices that share the model."""
     length: int | None = None
     """Tokens of a request, prompt and output; auto shows several."""
     memory: float | None = None

@@ -42,8 +42,8 @@ def plan(flags: PlanFlags) -> Iterator[str]:
     Raises:
         TokenmillError: the model cannot be found or read; a flag, or the model with these flags, cannot work.
     """
-    for flag, value, least in (("--tp", flags.tp, 1), ("--length", flags.length, 1)):
-        check_range(flag, least if value is None else value, least)
+    check_range("--tp", flags.engine.tp, 1)
+    check_range("--length", 1 if flags.length is None else flags.length, 1)
     for flag, amount in (("--memory", flags.memory), ("--bandwidth", flags.bandwidth)):
         check_range(flag, 1 if amount is None else amount, 0.001)
     from tokenmill.engine.device import measure_bandwidth
@@ -53,9 +53,9 @@ def plan(flags: PlanFlags) -> Iterator[str]:
     run = flags.run
     spec = read_shape(resolve_model(run.model.model, needs_weights=False))
     hardware = _hardware(run, flags)
-    found = plan_memory(run, hardware, spec, flags.tp)
+    found = plan_memory(run, hardware, spec, run.engine.tp)
     config, total = found.config, sum(found.weights.values())
-    ranks = f", one of {flags.tp} ranks" if flags.tp > 1 else ""
+    ranks = f", one of {run.engine.tp} ranks" if run.engine.tp > 1 else ""
     yield f"{run.model.model}: {spec.family}, {spec.num_layers} layers, {config.dtype}, {hardware.name}{ranks}"
     yield f"weights        {total / GIB:9.2f} GiB"
     yield from (f"  {part:13}{size / MIB:9.1f} MiB" for part, size in found.weights.items() if size)

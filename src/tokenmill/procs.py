@@ -71,6 +71,11 @@ class Report:
         """Tell the parent that this process can work; `info` must be picklable without tokenmill's heavy packages."""
         self.send(Ready(os.getpid(), info))
 
+    def fail(self, reason: str) -> None:
+        """End this process; for any thread."""
+        self.send(reason)
+        _exit(1)
+
     def send(self, message: Ready | str) -> None:
         """Tell the parent, unless it has gone; a string is why this process ends."""
         with contextlib.suppress(OSError):

@@ -15,10 +15,10 @@ from tests.sched.support import make_config
 from tokenmill.engine.fake import FakeEngine
 from tokenmill.sched.scheduler import Scheduler
 from tokenmill.types import SamplingParams, Scheduling
-from tokenmill.wire.channel import NullSender, PushChannel, address
-from tokenmill.wire.messages import Abort, GenerateJob, Probe, Stop, TextOptions, Tick, TokenBatch, pack_ids
+from tokenmill.wire.channel import NullSender, PullChannel, PushChannel, address
+from tokenmill.wire.messages import Abort, GenerateJob, Probe, Stop, TextOptions, Tick, TokenBatch, ToScheduler, pack_ids
 from tokenmill.worker.core import Core
-from tokenmill.worker.inbox import open_inbox
+from tokenmill.worker.inbox import FollowerInbox, open_leader
 from tokenmill.worker.loop import make_loop
 
 
@@ -42,6 +42,13 @@ def messages(count):
             yield Abort([uid - 2, uid, 999])
         if uid % 5 == 0:
             yield Probe(uid)
+
+
+def open_inbox(context, directory, rank, size):
+    places = [address(directory, f"rank-{follower}") for follower in range(1, size)]
+    if rank == 0:
+        return open_leader(context, directory, places, pytest.fail)
+    return FollowerInbox(PullChannel(context, places[rank - 1], list[ToScheduler]))
 
 
 class Ending:
@@ -84,7 +91,7 @@ def test_all_ranks_plan_the_same_steps(loop, size, tmp_path):
         stopper = PushChannel(context, address(tmp_path, "scheduler"))
         out = [Ending(24, stopper), *(NullSender() for _ in range(1, size))]
         for rank in range(size):
-            inbox = open_inbox(context, tmp_path, rank, size, pytest.fail)
+            inbox = open_inbox(context, tmp_path, rank, size)
 
             def run(inbox=inbox, rank=rank):
                 with closing(inbox):
@@ -130,8 +137,8 @@ def test_plans_do_not_depend_on_the_process():
 def test_the_leader_hands_on_the_time_also_without_messages(tmp_path):
     """A follower takes in one batch a turn, so that it plans between the same messages as the leader."""
     with zmq.Context() as context:
-        follower = open_inbox(context, tmp_path, 1, 2, pytest.fail)
-        leader = open_inbox(context, tmp_path, 0, 2, pytest.fail)
+        follower = open_inbox(context, tmp_path, 1, 2)
+        leader = open_inbox(context, tmp_path, 0, 2)
         writer = PushChannel(context, address(tmp_path, "scheduler"))
         taken = [leader.receive(0)]
         writer.send(Probe(1))

@@ -56,6 +56,23 @@ def why_not_cuda() -> str | None:
     return None
 
 
+def take_device(wanted: Literal["auto", "cpu", "cuda"], index: int, number: int) -> Literal["cpu", "cuda"]:
+    """The kind of device that `number` processes of this host use; makes the `index`-th GPU this process's own.
+
+    Raises:
+        ConfigError: there are fewer GPUs, or none that can be used.
+    """
+    reason = why_not_cuda()
+    if wanted == "cpu" or (reason and wanted == "auto"):
+        return "cpu"
+    if reason:
+        raise ConfigError(f"--device cuda cannot be used: {reason}")
+    if (there := torch.cuda.device_count()) < number:
+        raise ConfigError(f"--tp needs {number} GPUs on this host, which has {there}: lower it, or use --device cpu")
+    torch.cuda.set_device(index)
+    return "cuda"
+
+
 def finish_cuda_work() -> None:
     """Wait for all streams: weights and tables are on their way on another than the engine's."""
     torch.cuda.synchronize()

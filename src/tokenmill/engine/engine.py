@@ -72,7 +72,11 @@ class Handle:
 
 
 class ModelEngine:
-    """Runs a model step by step on one device. A `tracer` may be set between two steps."""
+    """Runs a model step by step on one device. A `tracer` may be set between two steps.
+
+    Of several ranks each has one. `agree` is whether all wish something: a graph is captured on every rank or on none,
+    since its collectives wait for one another.
+    """
 
     def __init__(
         self,
@@ -84,10 +88,11 @@ class ModelEngine:
         *,
         matchers: MatcherSource | None = None,
         may_capture: Callable[[], bool] = lambda: True,
+        agree: Callable[[bool], bool] = lambda wish: wish,
         at_close: Callable[[], None] = lambda: None,
     ) -> None:
         self.config = config
-        self._may_capture, self._at_close = may_capture, at_close
+        self._may_capture, self._at_close, self._agree = may_capture, at_close, agree
         self.tracer: Tracer | None = None
         self._model, self._ops = model, ops
         self._attention = attention
@@ -102,8 +107,8 @@ class ModelEngine:
         self._graphs = self._mixed = None
         if config.graph_max_batch and isinstance(attention[0], GraphAttention):
             assert isinstance(device, GraphDevice)
-            self._graphs = self._make_graphs(CaptureBudget(device, may_capture))
-            self._mixed = self._make_mixed(CaptureBudget(device, may_capture))
+            self._graphs = self._make_graphs(CaptureBudget(device, may_capture, agree))
+            self._mixed = self._make_mixed(CaptureBudget(device, may_capture, agree))
 
     def launch(self, plan: StepPlan) -> Handle:
         """Start a step and return at once; steps run in the order in which they are launched."""
@@ -127,7 +132,7 @@ class ModelEngine:
 
     def prepare(self) -> bool:
         """See `Engine.prepare`: captures a graph, or waits a moment for what keeps it from that."""
-        if self._graphs is not None and not self._may_capture():
+        if self._graphs is not None and not self._agree(self._may_capture()):
             time.sleep(CAPTURE_WAIT)
             return True
         for graphs in (self._mixed, self._graphs):

@@ -79,17 +79,18 @@ def most_graph_tokens(spec: ModelSpec, most_tokens: int) -> int:
 class CaptureBudget:
     """When graphs of one kind may be captured: while there is memory, and captures took a small share of the time.
 
-    Nothing is captured while `is_open()` is false.
+    Nothing is captured while `is_open()` is false, or unless all ranks `agree`.
     """
 
     def __init__(
         self,
         device: GraphDevice,
         is_open: Callable[[], bool] = lambda: True,
+        agree: Callable[[bool], bool] = lambda wish: wish,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._device = device
-        self._is_open = is_open
+        self._is_open, self._agree = is_open, agree
         self._clock, self._began = clock, clock()
         self._waited = 0.0  # seconds that steps waited for captures
         self._has_room = True
@@ -98,12 +99,13 @@ class CaptureBudget:
     @property
     def has_room(self) -> bool:
         """Whether an idle moment may be used for a capture."""
-        return self._has_room and self._is_open()
+        return self._has_room and self._agree(self._is_open())
 
     @property
     def is_due(self) -> bool:
         """Whether a step may wait for a capture."""
-        return self.has_room and self._waited < CAPTURE_SHARE * (self._clock() - self._began)
+        is_cheap = self._waited < CAPTURE_SHARE * (self._clock() - self._began)
+        return self._has_room and self._agree(self._is_open() and is_cheap)
 
     def capture(self, work: Callable[[], Tensor], what: str, *, step_waits: bool) -> Captured | None:
         """Capture `work`, which enqueues a step; None: there is no memory for it."""
@@ -111,10 +113,13 @@ class CaptureBudget:
         captured = None
         try:
             captured = self._device.capture(work)
+        except torch.OutOfMemoryError:
+            log.debug("out of memory", exc_info=True)
+        if self._agree(captured is not None) and captured is not None:
             self.count += 1
             self.num_bytes += captured.num_bytes
-        except torch.OutOfMemoryError:
-            self._has_room = False
+        else:
+            self._has_room, captured = False, None
             log.warning(
                 "no memory for a CUDA graph of %s: no more of its kind are captured, steps that lack one are slower; "
                 "lower --memory-fraction or --graph-max-batch",

@@ -14,8 +14,9 @@ from tokenmill.config import ResolvedConfig, RunConfig, check_vocabulary, kv_byt
 from tokenmill.engine.compiler import Rehearsal
 from tokenmill.engine.device import finish_cuda_work, free_cuda_memory, measure_hardware, open_device
 from tokenmill.engine.engine import ModelEngine
-from tokenmill.engine.memory import resolve_beside, set_aside
+from tokenmill.engine.memory import resolve_beside, set_aside, share_of
 from tokenmill.engine.warm_up import WarmUp
+from tokenmill.errors import ConfigError
 from tokenmill.models.load import load_model, random_model
 from tokenmill.ops.select import make_ops
 from tokenmill.parallel.group import Group
@@ -42,22 +43,26 @@ def load_engine(
         ModelUnreadable: the model's files cannot be used.
         ConfigError: the configuration cannot work with this model on this machine.
     """
+    if group.size != run.engine.tp:
+        raise ConfigError("--tp is not for this command: leave it out")
     warm_up = warm_up or WarmUp(run, path)
     try:
-        hardware = measure_hardware(run.engine.device)
+        hardware = _shared_hardware(measure_hardware(run.engine.device), group, len(run.engine.ranks_here))
         checkpoint = None if run.model.random_weights else open_checkpoint(path)
         spec = read_shape(path) if checkpoint is None else checkpoint.spec
         check_vocabulary(num_tokens, spec.vocab_size)
-        config = resolve(run, hardware, spec)  # what cannot work is refused before the weights are read
+        config = resolve(run, hardware, share_of(spec, group.size))  # what cannot work is refused before reading weights
         if spec.rope.kind == "longrope":  # its frequencies are those of the context that is served
             spec = dataclasses.replace(spec, max_position=config.max_model_len)
             checkpoint = None if checkpoint is None else dataclasses.replace(checkpoint, spec=spec)
+        share = share_of(spec, group.size)
         torch.set_num_threads(config.threads)
         device, dtype = torch.device(config.device), getattr(torch, config.dtype)
         attention = make_backends(run.engine.attention, spec, dtype, device, group.size)
         ops = make_ops("triton" if device.type == "cuda" else "reference", device)
         if attention[0].name == "triton":
-            warm_up.begin(Rehearsal(spec, group, config, ops, attention, torch.cuda.get_device_capability(device)))
+            alone = Group(group.rank, group.size)
+            warm_up.begin(Rehearsal(spec, alone, config, ops, attention, torch.cuda.get_device_capability(device)))
         else:
             warm_up.cancel()
         started = time.perf_counter()
@@ -67,11 +72,14 @@ def load_engine(
         log.info("weights loaded in %.1f s", time.perf_counter() - started)
         if config.device == "cuda":
             log.info("%d MiB of device memory set aside for CUDA graphs and sampling", set_aside(config, spec) >> 20)
-            config = resolve_beside(run, hardware, spec, config, free_cuda_memory())
+            free = min(map(int, group.exchange("free", str(free_cuda_memory()))))
+            config = resolve_beside(run, hardware, share, config, free)
         config = dataclasses.replace(config, attention=attention[0].name)
-        _log(run, hardware, config, spec)
+        _log(run, hardware, config, share)
         parts = model, ops, attention, config, open_device(config)
-        engine = ModelEngine(*parts, matchers=matchers, may_capture=warm_up.is_done, at_close=warm_up.cancel)
+        engine = ModelEngine(
+            *parts, matchers=matchers, may_capture=warm_up.is_done, agree=group.all_agree, at_close=warm_up.cancel
+        )
         if config.device == "cuda":
             finish_cuda_work()
         warm_up.wait(for_all=config.capture_first)
@@ -81,6 +89,25 @@ def load_engine(
     while config.capture_first and engine.prepare():
         pass
     return engine, config, spec
+
+
+def _shared_hardware(hardware: HardwareInfo, group: Group, num_here: int) -> HardwareInfo:
+    """What all ranks reckon with: rank 0's choice of a type, and the least that one of them has.
+
+    Raises:
+        ConfigError: the ranks' devices differ.
+    """
+    if group.size == 1:
+        return hardware
+    if hardware.device == "cpu":  # of which the ranks of a host have a part each
+        threads, memory = max(1, hardware.num_threads // num_here), hardware.memory_bytes // num_here
+        hardware = dataclasses.replace(hardware, num_threads=threads, memory_bytes=memory)
+    word = f"{hardware.device} {hardware.fastest_dtype} {hardware.memory_bytes}"
+    devices, dtypes, memories = zip(*(its.split() for its in group.exchange("hardware", word)), strict=True)
+    if len(set(devices)) > 1:
+        found = ", ".join(f"rank {rank}: {device}" for rank, device in enumerate(devices))
+        raise ConfigError(f"the ranks' devices differ ({found}): say which with --device")
+    return dataclasses.replace(hardware, fastest_dtype=dtypes[0], memory_bytes=min(map(int, memories)))
 
 
 def _log(run: RunConfig, hardware: HardwareInfo, config: ResolvedConfig, spec: ModelSpec) -> None:

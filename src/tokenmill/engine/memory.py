@@ -14,7 +14,7 @@ from tokenmill.engine.graphs import graph_bytes
 from tokenmill.errors import ConfigError
 from tokenmill.models.load import build_model
 from tokenmill.parallel.group import Group
-from tokenmill.parallel.shard import split_kv_heads
+from tokenmill.parallel.shard import check_size, split_kv_heads
 from tokenmill.sampling.adjust import most_bytes
 from tokenmill.spec import HardwareInfo, KVKind, ModelSpec
 
@@ -82,6 +82,17 @@ class MemoryPlan:
         return sum(weights.values()) + rows * read
 
 
+def share_of(spec: ModelSpec, size: int) -> ModelSpec:
+    """The model with the heads that one of `size` ranks has: what its K/V take is told from that.
+
+    Raises:
+        ConfigError: the model does not divide by `size`.
+    """
+    check_size(spec, size)
+    heads = split_kv_heads(spec.num_heads, spec.num_kv_heads, 0, size).size
+    return replace(spec, num_heads=spec.num_heads // size, num_kv_heads=heads)
+
+
 def plan_memory(run: RunConfig, hardware: HardwareInfo, spec: ModelSpec, size: int = 1) -> MemoryPlan:
     """What a rank of `size` would hold of a model; nothing is loaded.
 
@@ -89,8 +100,7 @@ def plan_memory(run: RunConfig, hardware: HardwareInfo, spec: ModelSpec, size: i
         ModelUnreadable: unknown family.
         ConfigError: the model does not divide by `size`, or the configuration cannot work on this machine.
     """
-    group, heads = Group(0, size), split_kv_heads(spec.num_heads, spec.num_kv_heads, 0, size).size
-    share = replace(spec, num_heads=spec.num_heads // size, num_kv_heads=heads)
+    group, share = Group(0, size), share_of(spec, size)
     config = resolve(run, hardware, share)
     dtype = getattr(torch, config.dtype)
     _, sources = build_model(spec, dtype, group, make_backends("reference", spec), None, torch.device("meta"))
@@ -105,4 +115,4 @@ def plan_memory(run: RunConfig, hardware: HardwareInfo, spec: ModelSpec, size: i
             f"{hardware.memory_bytes / 2**30:.1f} GiB free: raise --tp, or take a smaller model or --dtype"
         )
     config = resolve_beside(run, hardware, share, config, hardware.memory_bytes - total)
-    return MemoryPlan(spec, config, hardware, weights, set_aside(config, spec), heads)
+    return MemoryPlan(spec, config, hardware, weights, set_aside(config, spec), share.num_kv_heads)

@@ -33,17 +33,17 @@ log = logging.getLogger(__name__)
 
 
 class WarmUp:
-    """Starts the process, unless there is no GPU or its work was done by a start before. Then `begin` or `cancel` it.
+    """Starts the process, unless it is not wanted, there is no GPU, or its work was done by a start before.
 
-    Linux ends the process when the thread that made this ends.
+    Then `begin` or `cancel` it. Linux ends the process when the thread that made this ends.
     """
 
-    def __init__(self, run: RunConfig, model: Path) -> None:
+    def __init__(self, run: RunConfig, model: Path, *, is_wanted: bool = True) -> None:
         self._first, self._all = threading.Event(), threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._is_cancelled = False
         triton = find_spec("triton")
-        if run.engine.device == "cpu" or triton is None or not any(map(os.path.exists, GPU_DRIVERS)):
+        if not is_wanted or run.engine.device == "cpu" or triton is None or not any(map(os.path.exists, GPU_DRIVERS)):
             return
         try:
             self._mark = _mark(run, model, os.stat(str(triton.origin)))

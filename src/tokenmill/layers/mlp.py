@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tokenmill.layers.build import Build, Sources
 from tokenmill.layers.linear import ColumnParallelLinear, RowParallelLinear
 from tokenmill.ops.api import Hidden, Norm
-from tokenmill.parallel.shard import split_evenly
+from tokenmill.parallel.shard import split_inner
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class GatedMLP:
     def __init__(self, build: Build) -> None:
         spec, group = build.spec, build.group
         inner = spec.intermediate_size
-        share = split_evenly(inner, group.rank, group.size, "intermediate dimensions")
+        share = split_inner(inner, group.rank, group.size)
         parts = ((inner, share), (inner, share))
         self._ops, self._activation = build.ops, spec.activation
         self._gate_up = ColumnParallelLinear(build, spec.hidden_size, parts, bias=spec.mlp_bias)

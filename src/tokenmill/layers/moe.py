@@ -11,7 +11,7 @@ from tokenmill.layers.build import Build, Source, Sources
 from tokenmill.layers.linear import ColumnParallelLinear, RowParallelLinear
 from tokenmill.layers.mlp import MLPNames
 from tokenmill.ops.api import Experts, Hidden, Norm
-from tokenmill.parallel.shard import Span, split_evenly
+from tokenmill.parallel.shard import Span, split_inner
 from tokenmill.spec import ExpertsSpec
 
 
@@ -32,7 +32,7 @@ class MixtureOfExperts:
     def __init__(self, build: Build, spec: ExpertsSpec) -> None:
         group, hidden, num_experts = build.group, build.spec.hidden_size, spec.num_experts
         self._ops, self._group, self._spec = build.ops, group, spec
-        self._share = share = split_evenly(spec.size, group.rank, group.size, "dimensions of an expert")
+        self._share = share = split_inner(spec.size, group.rank, group.size)
         self._router = build.parameter(num_experts, hidden)
         self._experts = Experts(
             build.parameter(num_experts, 2 * share.size, hidden),
@@ -76,7 +76,7 @@ class SharedExpert:
 
     def __init__(self, build: Build, spec: ExpertsSpec) -> None:
         group, hidden, size = build.group, build.spec.hidden_size, spec.shared_size
-        share = split_evenly(size, group.rank, group.size, "dimensions of the shared expert")
+        share = split_inner(size, group.rank, group.size)
         self._ops = build.ops
         self._gate_up = ColumnParallelLinear(build, hidden, ((size, share), (size, share)), bias=False)
         self.down = RowParallelLinear(build, size, share, hidden, bias=False)

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+
+from tokenmill.errors import RankLost
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """This process's place among `size` ranks. With one rank every operation returns its argument."""
+    """This process's place among `size` ranks. With one rank every operation returns its argument.
+
+    Without links the results have the right shapes only, for plans that are made without the other ranks. `data` is
+    used in the order of the steps, `control` and `store` by the thread that plans. All raise RankLost when a rank does
+    not take part.
+    """
 
     rank: int
     size: int
-    handle: dist.ProcessGroup | None = None
+    data: Any = None  # a process group of torch.distributed, as is `control`
+    control: Any = None
+    store: Any = None
 
     @staticmethod
     def solo() -> Group:
@@ -23,21 +32,48 @@ class Group:
         return Group(rank=0, size=1)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum over ranks, in place."""
-        if self.size > 1:
-            dist.all_reduce(tensor, group=self.handle)
+        """Sum over ranks, in place; the same bits on every rank."""
+        if self.data is not None:
+            self._run(self.data.allreduce, [tensor])
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
         """The ranks' tensors joined along `dim`, in rank order."""
         if self.size == 1:
             return tensor
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(parts, tensor.contiguous(), group=self.handle)
+        parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        if self.data is not None:
+            self._run(self.data.allgather, [parts], [tensor.contiguous()])
         return torch.cat(parts, dim=dim)
 
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """`source`'s tensor on every rank, in place."""
-        if self.size > 1:
-            dist.broadcast(tensor, src=source, group=self.handle)
-        return tensor
+    def all_agree(self, wish: bool) -> bool:
+        """Whether every rank wishes it."""
+        return wish if self.control is None else all(self._gather_control(bytes([wish])))
+
+    def all_digests(self, digest: str) -> list[str]:
+        """Every rank's digest, hexadecimal of one length, in rank order."""
+        data = bytes.fromhex(digest)
+        joined = self._gather_control(data).hex()
+        return [joined[at : at + len(digest)] for at in range(0, len(joined), len(digest))]
+
+    def exchange(self, topic: str, word: str) -> list[str]:
+        """Every rank's word on a topic, in rank order. For the start: words are kept as long as the group."""
+        if self.store is None:
+            return [word] * self.size
+        try:
+            self.store.set(f"{topic}/{self.rank}", word)
+            return [self.store.get(f"{topic}/{rank}").decode() for rank in range(self.size)]
+        except RuntimeError as error:
+            raise RankLost(f"rank {self.rank} waited in vain for the others ({topic}): {error}") from None
+
+    def _gather_control(self, data: bytes) -> bytes:
+        parts = [torch.empty(len(data), dtype=torch.uint8) for _ in range(self.size)]
+        self._run(self.control.allgather, [parts], [torch.frombuffer(bytearray(data), dtype=torch.uint8)])
+        return bytes(torch.cat(parts).tolist())
+
+    def _run(self, operation: Any, *tensors: Any) -> None:
+        try:
+            operation(*tensors).wait()
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise RankLost(f"rank {self.rank} of {self.size} lost another: {reason}") from error

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tokenmill.errors import ConfigError
+from tokenmill.spec import ModelSpec
+
+UNITS = (64, 32, 16, 8, 4, 2, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +38,48 @@ def split_evenly(total: int, rank: int, size: int, what: str) -> Span:
         ConfigError: `total` (of `what`, as in "attention heads") does not divide by `size`.
     """
     if total % size:
-        raise ConfigError(f"{total} {what} cannot be split over {size} ranks: choose a number of ranks that divides it")
+        raise ConfigError(f"{total} {what} cannot be split over {size} ranks")
     share = total // size
     return Span(rank * share, (rank + 1) * share)
+
+
+def split_inner(total: int, rank: int, size: int) -> Span:
+    """Rank `rank`'s share of `total` inner dimensions, in units that suit kernels where it cannot be equal.
+
+    Raises:
+        ConfigError: there are more ranks than dimensions.
+    """
+    unit = next((its for its in UNITS if total % its == 0 and total // its >= size), 0)
+    if not unit:
+        raise ConfigError(f"{total} inner dimensions cannot be split over {size} ranks")
+    if total % size == 0:
+        return split_evenly(total, rank, size, "inner dimensions")
+    count = total // unit
+    return Span(rank * count // size, (rank + 1) * count // size).scaled(unit)
+
+
+def check_size(spec: ModelSpec, size: int) -> None:
+    """Raises ConfigError when the model cannot be split over `size` ranks, with the sizes that can be."""
+    try:
+        _try_size(spec, size)
+    except ConfigError as error:
+        found = [str(other) for other in range(1, spec.num_heads + 1) if _can_be(spec, other)]
+        raise ConfigError(f"{error.message}: for this model, --tp can be {', '.join(found)}") from None
+
+
+def _try_size(spec: ModelSpec, size: int) -> None:
+    split_kv_heads(spec.num_heads, spec.num_kv_heads, 0, size)
+    experts = (spec.experts.size, spec.experts.shared_size) if spec.experts else ()
+    for inner in (spec.intermediate_size, *experts):
+        split_inner(inner or size, 0, size)
+
+
+def _can_be(spec: ModelSpec, size: int) -> bool:
+    try:
+        _try_size(spec, size)
+    except ConfigError:
+        return False
+    return True
 
 
 def split_kv_heads(num_heads: int, num_kv_heads: int, rank: int, size: int) -> Span:
@@ -52,7 +94,7 @@ def split_kv_heads(num_heads: int, num_kv_heads: int, rank: int, size: int) -> S
     if size <= num_kv_heads:
         return split_evenly(num_kv_heads, rank, size, "K/V heads")
     if size % num_kv_heads:
-        raise ConfigError(f"{num_kv_heads} K/V heads cannot be shared by {size} ranks: choose a multiple of the heads")
+        raise ConfigError(f"{num_kv_heads} K/V heads cannot be shared by {size} ranks")
     head = rank * num_kv_heads // size
     return Span(head, head + 1)
 

@@ -60,11 +60,28 @@ def plan_processes(run: RunConfig, server: ServerConfig, model: Path, directory:
         settings = TextSettings(model, directory, name, template, is_random, *parsers, api_workers=number)
         return ProcessPlan(name, f"tokenmill.text.worker:{target}", settings, server.log_level)
 
-    scheduler = SchedulerSettings(run, model, directory, api_workers=server.api_workers)
     return [
-        ProcessPlan("scheduler-0", "tokenmill.worker.main:run_scheduler", scheduler, server.log_level),
+        *plan_ranks(run, server, model, directory),
         text("detokenizer", "run_detokenizer"),
         *(text(f"tokenizer-{index}", "run_tokenizer") for index in range(server.tokenizers)),
+    ]
+
+
+def plan_ranks(run: RunConfig, server: ServerConfig, model: Path, directory: Path) -> list[ProcessPlan]:
+    """The processes of this host's ranks.
+
+    Raises ConfigError: the flags that say where ranks are cannot work.
+    """
+    number, timeout = server.api_workers, server.start_timeout
+    assert run.engine.meeting_place or run.engine.nnodes == 1
+    return [
+        ProcessPlan(
+            f"scheduler-{rank}",
+            "tokenmill.worker.main:run_scheduler",
+            SchedulerSettings(run, model, directory, rank, number, timeout),
+            server.log_level,
+        )
+        for rank in run.engine.ranks_here
     ]
 
 

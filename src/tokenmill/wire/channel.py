@@ -131,6 +131,7 @@ class PullChannel(Generic[T]):
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(where)
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def receive(self, timeout: float | None = None) -> list[T]:
         """All messages that are there, in order; waits up to `timeout` seconds."""

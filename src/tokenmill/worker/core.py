@@ -20,13 +20,16 @@ from tokenmill.wire import messages as wire
 from tokenmill.wire.channel import NullSender, Receiver, Sender
 from tokenmill.worker.cache_calls import answer_call
 
+NO_DIGEST = "00" * 16  # of a turn without a step
+
 
 def compare_plans(digests: Sequence[str]) -> None:
     """Raises RanksDisagree unless the digests of all ranks' plans of a step are equal."""
-    if len(set(digests)) > 1:
+    if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
         raise RanksDisagree(
-            f"schedulers that were told the same made different plans ({', '.join(digests)}): a policy of your own "
-            "must depend on its arguments alone; otherwise this is a bug of the scheduler"
+            f"schedulers that were told the same made different plans: number {others[0]} not that of number 0 "
+            f"({', '.join(digests)}): a policy of your own must depend on its arguments alone; otherwise this is a bug "
+            "of the scheduler"
         )
 
 
@@ -38,18 +41,20 @@ def make_core(
     *,
     has_pace: bool,
     has_twin: bool,
+    gather: Callable[[str], Sequence[str]] | None = None,
 ) -> Core:
     """A core with a scheduler of its own, and perhaps a twin (see Core)."""
     nowhere = NullSender()
     twin = make_core(config, inbox, nowhere, nowhere, has_pace=has_pace, has_twin=False) if has_twin else None
-    return Core(Scheduler(config), inbox, detokenizer, server, pace=Pace() if has_pace else None, twin=twin)
+    pace = Pace() if has_pace else None
+    return Core(Scheduler(config), inbox, detokenizer, server, pace=pace, twin=twin, gather=gather)
 
 
 class Core:
     """One rank's scheduler with its pipes. Ranks above 0 are given pipes that lead nowhere.
 
     Without a `pace` no request is refused because its deadline could not be met. A `twin` takes in the same messages
-    and results, and must make the same plans.
+    and results, and must make the same plans. So must all ranks, whose digests `gather` gives for this one's.
     """
 
     def __init__(
@@ -61,13 +66,14 @@ class Core:
         *,
         pace: Pace | None = None,
         twin: Core | None = None,
+        gather: Callable[[str], Sequence[str]] | None = None,
     ) -> None:
         self.scheduler = scheduler
         self._inbox = inbox
         self._detokenizer = detokenizer
         self._server = server
         self._pace = pace
-        self._twin = twin
+        self._twin, self._gather = twin, gather
         self._now = 0
         self._began: list[tuple[int, int]] = []  # not told yet
 
@@ -82,7 +88,7 @@ class Core:
     def plan(self) -> StepPlan | None:
         """The next step, or None when there is nothing to compute; tells of requests whose deadline has come.
 
-        Raises RanksDisagree: the twin made another plan.
+        Raises RanksDisagree: the twin or another rank made another plan.
         """
         plan = self.scheduler.plan(self._now)
         if ended := self.scheduler.take_ended():
@@ -92,6 +98,8 @@ class Core:
             self._began += [(opening.uid, now) for opening in plan.openings]
         if self._pace is not None:
             self._pace.planned(plan.num_tokens if plan else 0, self._now, is_busy=self.scheduler.num_waiting > 0)
+        if self._gather is not None:
+            compare_plans(self._gather(plan.digest() if plan else NO_DIGEST))
         if self._twin is not None:
             compare_plans([plan.digest() if plan else "" for plan in (plan, self._twin.plan())])
         return plan

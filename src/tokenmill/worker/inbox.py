@@ -66,21 +66,20 @@ class FollowerInbox:
         self._source.close()
 
 
-def open_inbox(
+def open_followers(context: zmq.Context[Any], addresses: Sequence[str]) -> list[Sender[list[ToScheduler]]]:
+    """Rank 0's pipes to the others, which own the addresses."""
+    return [PushChannel(context, where) for where in addresses]
+
+
+def open_leader(
     context: zmq.Context[Any],
     directory: Path,
-    rank: int,
-    size: int,
+    followers: Sequence[str],
     compile_grammar: Callable[[StructuredOutputs], Future[Any]],
-) -> Receiver[ToScheduler]:
-    """The inbox of a rank. Rank 0 owns the address "scheduler", the others "rank-1", "rank-2", ...
+) -> LeaderInbox:
+    """Rank 0's inbox, at the address "scheduler": it takes jobs in once their grammars are compiled.
 
-    Rank 0 takes jobs in once their grammars are compiled; the others compile them when they are needed.
+    The others compile grammars when they are needed.
     """
-    if rank > 0:
-        return FollowerInbox(PullChannel(context, address(directory, f"rank-{rank}"), list[ToScheduler]))
-    followers = [
-        PushChannel[list[ToScheduler]](context, address(directory, f"rank-{follower}")) for follower in range(1, size)
-    ]
     pipe = PullChannel[ToScheduler](context, address(directory, "scheduler"), ToScheduler)
-    return LeaderInbox(GrammarGate(pipe, compile_grammar), followers)
+    return LeaderInbox(GrammarGate(pipe, compile_grammar), open_followers(context, followers))

@@ -9,13 +9,14 @@ from contextlib import ExitStack, closing
 import zmq
 
 from tokenmill.engine.warm_up import WarmUp
+from tokenmill.errors import RankLost
 from tokenmill.procs import Report
 from tokenmill.text.grammar import Matchers, Vocabulary
 from tokenmill.text.tokenizer import Tokenizer
-from tokenmill.wire.channel import NullSender, PushChannel, Sender, ServerChannel, address
-from tokenmill.wire.messages import ToDetokenizer, ToServer
+from tokenmill.wire.channel import NullSender, PushChannel, Receiver, Sender, ServerChannel, address
+from tokenmill.wire.messages import ToDetokenizer, ToScheduler, ToServer
 from tokenmill.worker.core import make_core
-from tokenmill.worker.inbox import open_inbox
+from tokenmill.worker.inbox import open_leader
 from tokenmill.worker.loop import make_loop
 from tokenmill.worker.settings import SchedulerSettings
 
@@ -27,33 +28,37 @@ def run_scheduler(settings: SchedulerSettings, report: Report) -> None:
         TokenmillError: the model or the configuration cannot be used.
     """
     started = time.perf_counter()
-    warm_up = WarmUp(settings.run, settings.model)
+    is_first = settings.rank == settings.run.engine.ranks_here.start  # whose kernels the others find
+    warm_up = WarmUp(settings.run, settings.model, is_wanted=is_first)
     from tokenmill.engine.load import load_engine  # beside the warm-up, as torch's import takes seconds
-    from tokenmill.parallel.group import Group
+    from tokenmill.worker.ranks import join_group, open_ranks
 
     def vocabulary() -> Vocabulary:
         tokenizer = Tokenizer.load(settings.model, or_bytes=settings.run.model.random_weights)
         return Vocabulary.of(tokenizer, spec.vocab_size)
 
     matchers = Matchers(vocabulary)
-    engine, config, spec = load_engine(settings.run, settings.model, Group.solo(), warm_up, matchers)
+    group = join_group(settings)
+    engine, config, spec = load_engine(settings.run, settings.model, group, warm_up, matchers)
     gc.collect()
     gc.freeze()  # what is loaded stays: collections beside steps need not look at it
     with ExitStack() as stack:
         stack.enter_context(closing(matchers))
         stack.enter_context(closing(engine))
         context = stack.enter_context(zmq.Context())
-        place = settings.directory, settings.rank, settings.size
-        inbox = stack.enter_context(closing(open_inbox(context, *place, matchers.start)))
+        ranks = open_ranks(stack, context, settings, group, report.fail) if group.size > 1 else None
+        inbox: Receiver[ToScheduler] | None = ranks.inbox if ranks else None
         detokenizer: Sender[ToDetokenizer] = NullSender()
         server: Sender[ToServer] = NullSender()
-        if settings.rank == 0:
+        if inbox is None:
+            followers = ranks.followers if ranks else ()
+            inbox = stack.enter_context(closing(open_leader(context, settings.directory, followers, matchers.start)))
             detokenizer = PushChannel(context, address(settings.directory, "detokenizer"))
             server = ServerChannel(context, settings.directory, settings.api_workers)
             stack.enter_context(closing(detokenizer))
             stack.enter_context(closing(server))
-        has_twin = settings.run.engine.debug_ranks
-        core = make_core(config, inbox, detokenizer, server, has_pace=True, has_twin=has_twin)
+        has_twin, gather = (settings.run.engine.debug_ranks, None) if ranks is None else (False, ranks.gather)
+        core = make_core(config, inbox, detokenizer, server, has_pace=True, has_twin=has_twin, gather=gather)
         loop = make_loop(core, engine)
         report.ready(
             max_model_len=config.max_model_len,
@@ -70,5 +75,11 @@ def run_scheduler(settings: SchedulerSettings, report: Report) -> None:
             threads=config.threads,
             load_seconds=round(time.perf_counter() - started, 2),
         )
-        while loop.turn():
-            pass
+        try:
+            while loop.turn():
+                if ranks is not None:
+                    ranks.watch.turns += 1
+        except RankLost:
+            assert ranks is not None
+            ranks.watch.wait()  # which knows better who was lost, or the parent does
+            raise

@@ -16,5 +16,5 @@ class SchedulerSettings:
     model: Path
     directory: Path
     rank: int = 0
-    size: int = 1
     api_workers: int = 1
+    start_timeout: float = 120.0

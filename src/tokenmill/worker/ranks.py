@@ -1,0 +1,78 @@
+"""A rank's place among the others: its group, its watch, and where its messages come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from tokenmill.engine.device import take_device
+from tokenmill.parallel.connect import Place, connect
+from tokenmill.parallel.group import Group
+from tokenmill.wire.channel import PullChannel, address
+from tokenmill.wire.messages import ToScheduler
+from tokenmill.worker.inbox import FollowerInbox
+from tokenmill.worker.settings import SchedulerSettings
+from tokenmill.worker.watch import Watch
+
+
+def join_group(settings: SchedulerSettings) -> Group:
+    """The group of a scheduler process, once all ranks are there; takes the rank's device.
+
+    Raises:
+        ConfigError: there are too few devices, or the rendezvous cannot be used.
+        RankLost: a rank did not come.
+    """
+    engine = settings.run.engine
+    if engine.tp == 1:
+        return Group.solo()
+    here = engine.ranks_here
+    return connect(_place(settings), take_device(engine.device, settings.rank - here.start, len(here)))
+
+
+def _place(settings: SchedulerSettings) -> Place:
+    engine = settings.run.engine
+    timeouts = settings.start_timeout, engine.collective_timeout
+    return Place(settings.rank, engine.tp, settings.directory, engine.meeting_place, *timeouts)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """What a rank of several has beside its engine."""
+
+    watch: Watch
+    inbox: FollowerInbox | None  # of ranks above 0
+    followers: Sequence[str]  # addresses of all such inboxes
+    gather: Callable[[str], Sequence[str]] | None  # digests, where they are compared
+
+
+def open_ranks(
+    stack: ExitStack,
+    context: zmq.Context[Any],
+    settings: SchedulerSettings,
+    group: Group,
+    lost: Callable[[str], None],
+) -> Ranks:
+    """What `stack` will close; returns once every rank has loaded its model. `lost`: see `Watch.begin`.
+
+    Raises:
+        RankLost: a rank did not come so far.
+    """
+    engine, rank, host = settings.run.engine, settings.rank, _place(settings).own_host
+
+    def where(name: str) -> str:
+        open_host = f"[{host}]" if ":" in host else host
+        return address(settings.directory, name) if engine.nnodes == 1 else f"tcp://{open_host}:*"
+
+    limits = {"silence": engine.rank_timeout, "lateness": engine.collective_timeout}
+    watch = stack.enter_context(closing(Watch(context, where(f"beat-{rank}"), rank, group.size, **limits)))
+    inbox, own = None, ""
+    if rank:
+        pipe = PullChannel[list[ToScheduler]](context, where(f"rank-{rank}"), list[ToScheduler])
+        inbox, own = stack.enter_context(closing(FollowerInbox(pipe))), pipe.address
+    followers = group.exchange("inbox", own)[1:]
+    watch.begin(group.exchange("beat", watch.address), lost)
+    return Ranks(watch, inbox, followers, group.all_digests if engine.debug_ranks else None)
