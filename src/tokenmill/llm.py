@@ -9,6 +9,7 @@ from array import array
 from collections import deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tokenmill.clock import milliseconds
 from tokenmill.config import DEFAULT_MODEL, ModelConfig, RunConfig
 from tokenmill.engine.load import load_engine
-from tokenmill.errors import ConfigError, InvalidRequest, TokenmillError, UnsupportedField
+from tokenmill.errors import ConfigError, InvalidRequest, RankLost, TokenmillError, UnsupportedField
 from tokenmill.hub import resolve_model
-from tokenmill.parallel.group import Group
 from tokenmill.procs import interrupts_held
 from tokenmill.text.detokenizer_stage import DetokenizerStage
 from tokenmill.text.grammar import Matchers, Vocabulary
@@ -33,6 +33,7 @@ from tokenmill.types import FinishReason, Pooling, SamplingParams, Scheduling, T
 from tokenmill.wire import messages as wire
 from tokenmill.wire.channel import MemoryChannel, NullSender
 from tokenmill.worker.core import make_core
+from tokenmill.worker.followers import Followers
 from tokenmill.worker.inbox import LeaderInbox
 from tokenmill.worker.loop import make_loop
 
@@ -88,7 +89,9 @@ class LLM:
     Args:
         model: what ``tokenmill serve`` takes: alias, folder, .gguf file, or hub id; or a whole configuration.
         options: any field of ModelConfig, EngineConfig or SchedulerConfig, such as `page_size` or `dtype`. The queue
-            is bounded by `max_waiting` alone, since the caller holds all prompts anyway.
+            is bounded by `max_waiting` alone, since the caller holds all prompts anyway. `tp` is also taken as
+            `tensor_parallel_size`; over 1, it starts processes, which import the caller's main module anew: what that
+            does must stand under ``if __name__ == "__main__"``.
 
     Raises:
         TokenmillError: the model cannot be found or read, or an option cannot work.
@@ -101,9 +104,10 @@ class LLM:
         tokenizer = Tokenizer.load(path, or_bytes=is_random)
         template = load_template(tokenizer, Path(run.model.chat_template) if run.model.chat_template else None)
         self._matchers = Matchers(lambda: Vocabulary.of(tokenizer, spec.vocab_size))
-        self._engine, config, spec = load_engine(
-            run, path, Group.solo(), matchers=self._matchers, num_tokens=0 if is_random else tokenizer.num_own_tokens
-        )
+        num_tokens = 0 if is_random else tokenizer.num_own_tokens
+        self._followers = Followers()
+        load = partial(load_engine, run, path, matchers=self._matchers, num_tokens=num_tokens)
+        self._engine, config, spec = self._followers.start(run, path, load)
         limits = wire.Limits(max_model_len=config.max_model_len, vocab_size=spec.vocab_size, has_output=spec.has_output)
         self._tokenizer_stage = TokenizerStage(tokenizer, template, limits)
         self._detokenizer_stage = DetokenizerStage(tokenizer)
@@ -113,11 +117,12 @@ class LLM:
         self.vocab_size = spec.vocab_size
         core = make_core(
             dataclasses.replace(config, max_waiting_tokens=sys.maxsize),
-            LeaderInbox(GrammarGate(self._to_scheduler, self._matchers.start)),
+            LeaderInbox(GrammarGate(self._to_scheduler, self._matchers.start), self._followers.pipes),
             self._to_detokenizer,
             NullSender(),
             has_pace=False,
-            has_twin=run.engine.debug_ranks,
+            has_twin=run.engine.debug_ranks and run.engine.tp == 1,
+            gather=self._followers.gather,
         )
         self.scheduler = core.scheduler
         self._loop = make_loop(core, self._engine)
@@ -135,6 +140,7 @@ class LLM:
         """Free the engine; requests that run end unfinished."""
         if self._is_open:
             self._is_open = False
+            self._followers.close()  # first: the engine's last step may wait for them
             self._engine.close()
             self._matchers.close()
             self._tokenizer_stage.grammars.close()
@@ -323,7 +329,7 @@ class LLM:
             raise _error(answer.error)
         for generate in jobs:
             self._requests[generate.uid] = _Request(answer.prompt_tokens)
-            self._to_scheduler.send(generate)
+            self._to_scheduler.send(self._followers.as_sent(generate))
         return job.uids
 
     def _turn(self) -> list[int]:
@@ -334,6 +340,11 @@ class LLM:
         with interrupts_held():
             try:
                 self._loop.turn()
+                self._followers.count_turn()
+            except RankLost as error:
+                told = self._followers.explain(error)
+                self.close()
+                raise told from error
             except Exception:
                 self.close()  # the requests of a step that was not committed never end
                 raise
@@ -380,9 +391,12 @@ class LLM:
                 self._turn()
 
 
-def _run_config(model: str | Path | RunConfig, options: Mapping[str, Any]) -> RunConfig:
+def _run_config(model: str | Path | RunConfig, options: dict[str, Any]) -> RunConfig:
     """Options by field name, each given to the config that has the field."""
     run = model if isinstance(model, RunConfig) else RunConfig(ModelConfig(str(model)))
+    if "tensor_parallel_size" in options:
+        options = {**options, "tp": options["tensor_parallel_size"]}
+        del options["tensor_parallel_size"]
     owners = {option.name: part for part, config in vars(run).items() for option in dataclasses.fields(config)}
     unknown = [name for name in options if name not in owners]
     if unknown:

@@ -12,20 +12,24 @@ import pkgutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection, process, resource_tracker
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from tokenmill import log
-from tokenmill.errors import StartFailed, TokenmillError
+from tokenmill.errors import ConfigError, StartFailed, TokenmillError
 
 USER_ERROR_EXIT = 2
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
+MAX_SOCKET_PATH = 107
+LONGEST_PIPE = "tokenizer-9999"
 
 logger = logging.getLogger(__name__)
 
@@ -159,6 +163,11 @@ class Supervisor:
             for child in watched:
                 loop.remove_reader(child.process.sentinel)
 
+    def find_ended(self, timeout: float) -> Ended | None:
+        """A child that has ended, or does within `timeout` seconds."""
+        found = connection.wait([child.process.sentinel for child in self._children], timeout)
+        return next((child.ended() for child in self._children if child.process.sentinel in found), None)
+
     def stop(self, grace: float) -> None:
         """SIGTERM to all, SIGKILL after `grace` seconds to those that remain; returns when none is left."""
         children, self._children = self._children, []
@@ -207,6 +216,24 @@ def _describe_exit(code: int | None) -> str:
         return f"it ended with exit code {code}"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
     return f"killed by {name}" + (" (out of memory?)" if -code == signal.SIGKILL else "")
+
+
+@contextlib.contextmanager
+def private_directory() -> Iterator[Path]:
+    """A new directory for this run's sockets that only this user can open; removed on leaving.
+
+    Raises ConfigError: no place where a socket's path is short enough.
+    """
+    parent = tempfile.gettempdir()
+    if len(os.path.join(parent, "tokenmill-12345678", LONGEST_PIPE)) > MAX_SOCKET_PATH:
+        parent = "/tmp"
+    try:
+        directory = tempfile.TemporaryDirectory(prefix="tokenmill-", dir=parent, ignore_cleanup_errors=True)
+    except OSError as error:
+        advice = "set TMPDIR to a short path"
+        raise ConfigError(f"cannot make a directory in {parent}: {error.strerror}: {advice}") from None
+    with directory as path:
+        yield Path(path)
 
 
 @contextlib.contextmanager

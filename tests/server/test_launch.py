@@ -22,7 +22,8 @@ import pytest
 
 from tests.support.server import ROOT, Server, serving, settled
 from tokenmill.errors import ConfigError
-from tokenmill.server.launch import listen, private_directory
+from tokenmill.procs import private_directory
+from tokenmill.server.launch import listen
 
 pytestmark = pytest.mark.server
 FAKES = ("tests.server.serve_fakes",)

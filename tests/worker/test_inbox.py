@@ -16,7 +16,17 @@ from tokenmill.engine.fake import FakeEngine
 from tokenmill.sched.scheduler import Scheduler
 from tokenmill.types import SamplingParams, Scheduling
 from tokenmill.wire.channel import NullSender, PullChannel, PushChannel, address
-from tokenmill.wire.messages import Abort, GenerateJob, Probe, Stop, TextOptions, Tick, TokenBatch, ToScheduler, pack_ids
+from tokenmill.wire.messages import (
+    Abort,
+    GenerateJob,
+    Probe,
+    Stop,
+    TextOptions,
+    Tick,
+    TokenBatch,
+    ToScheduler,
+    pack_ids,
+)
 from tokenmill.worker.core import Core
 from tokenmill.worker.inbox import FollowerInbox, open_leader
 from tokenmill.worker.loop import make_loop

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import resource
 import threading
 import time
 from array import array
@@ -71,6 +72,13 @@ def take_device(wanted: Literal["auto", "cpu", "cuda"], index: int, number: int)
         raise ConfigError(f"--tp needs {number} GPUs on this host, which has {there}: lower it, or use --device cpu")
     torch.cuda.set_device(index)
     return "cuda"
+
+
+def taken_memory() -> int:
+    """Bytes of memory that this process has taken at most: of its GPU, if it uses one."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return torch.cuda.max_memory_reserved()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def finish_cuda_work() -> None:

@@ -51,7 +51,9 @@ def load_engine(
         checkpoint = None if run.model.random_weights else open_checkpoint(path)
         spec = read_shape(path) if checkpoint is None else checkpoint.spec
         check_vocabulary(num_tokens, spec.vocab_size)
-        config = resolve(run, hardware, share_of(spec, group.size))  # what cannot work is refused before reading weights
+        config = resolve(
+            run, hardware, share_of(spec, group.size)
+        )  # what cannot work is refused before reading weights
         if spec.rope.kind == "longrope":  # its frequencies are those of the context that is served
             spec = dataclasses.replace(spec, max_position=config.max_model_len)
             checkpoint = None if checkpoint is None else dataclasses.replace(checkpoint, spec=spec)
@@ -75,7 +77,8 @@ def load_engine(
             free = min(map(int, group.exchange("free", str(free_cuda_memory()))))
             config = resolve_beside(run, hardware, share, config, free)
         config = dataclasses.replace(config, attention=attention[0].name)
-        _log(run, hardware, config, share)
+        if group.rank == 0:
+            _log(run, hardware, config, share)
         parts = model, ops, attention, config, open_device(config)
         engine = ModelEngine(
             *parts, matchers=matchers, may_capture=warm_up.is_done, agree=group.all_agree, at_close=warm_up.cancel

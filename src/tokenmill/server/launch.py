@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import errno
 import importlib
+import logging
 import os
 import signal
 import socket
 import ssl
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,14 +24,13 @@ from tokenmill import log
 from tokenmill.config import RunConfig, ServerConfig, check_range, check_vocabulary
 from tokenmill.errors import ConfigError
 from tokenmill.hub import resolve_model
-from tokenmill.procs import ProcessPlan, Supervisor
+from tokenmill.procs import ProcessPlan, Supervisor, private_directory
 from tokenmill.sched.policy_file import load_policy
 from tokenmill.server.keys import read_keys
 from tokenmill.text.settings import TextSettings
-from tokenmill.worker.settings import SchedulerSettings
+from tokenmill.worker.settings import plan_ranks
 
-MAX_SOCKET_PATH = 107
-LONGEST_PIPE = "tokenizer-9999"
+logger = logging.getLogger(__name__)
 
 MUCH = 10**6
 RANGES: Mapping[str, tuple[float, float]] = {
@@ -60,29 +59,19 @@ def plan_processes(run: RunConfig, server: ServerConfig, model: Path, directory:
         settings = TextSettings(model, directory, name, template, is_random, *parsers, api_workers=number)
         return ProcessPlan(name, f"tokenmill.text.worker:{target}", settings, server.log_level)
 
+    if run.engine.node_rank:
+        raise ConfigError("--node-rank above 0 is for tokenmill serve")
+    ranks = plan_ranks(run, model, directory, server.start_timeout, server.log_level, server.api_workers)
     return [
-        *plan_ranks(run, server, model, directory),
+        *ranks,
         text("detokenizer", "run_detokenizer"),
         *(text(f"tokenizer-{index}", "run_tokenizer") for index in range(server.tokenizers)),
     ]
 
 
-def plan_ranks(run: RunConfig, server: ServerConfig, model: Path, directory: Path) -> list[ProcessPlan]:
-    """The processes of this host's ranks.
-
-    Raises ConfigError: the flags that say where ranks are cannot work.
-    """
-    number, timeout = server.api_workers, server.start_timeout
-    assert run.engine.meeting_place or run.engine.nnodes == 1
-    return [
-        ProcessPlan(
-            f"scheduler-{rank}",
-            "tokenmill.worker.main:run_scheduler",
-            SchedulerSettings(run, model, directory, rank, number, timeout),
-            server.log_level,
-        )
-        for rank in run.engine.ranks_here
-    ]
+def plan_host(run: RunConfig, server: ServerConfig, model: Path, directory: Path) -> list[ProcessPlan]:
+    """The processes of a host that has ranks only."""
+    return plan_ranks(run, model, directory, server.start_timeout, server.log_level)
 
 
 def serve(run: RunConfig, server: ServerConfig, planner: Planner = plan_processes) -> int:
@@ -94,6 +83,8 @@ def serve(run: RunConfig, server: ServerConfig, planner: Planner = plan_processe
     began = time.monotonic()
     for name, (least, most) in RANGES.items():
         check_range(f"--{name.replace('_', '-')}", getattr(server, name), least, most)
+    if run.engine.meeting_place is not None and run.engine.node_rank > 0:
+        return serve_ranks(run, server)
     keys = read_keys(server.api_key, server.api_key_file)
     check_tls(server.tls_cert, server.tls_key)
     log.configure("server", server.log_level)
@@ -109,6 +100,33 @@ def serve(run: RunConfig, server: ServerConfig, planner: Planner = plan_processe
         settings = ApiSettings(server, keys, name, engine.directory, engine.info)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(Running(settings, listeners, began).run(engine.supervisor))
+
+
+def serve_ranks(run: RunConfig, server: ServerConfig) -> int:
+    """The ranks of a host that answers no HTTP, until a signal (returns 0) or until one ends (returns 1).
+
+    Raises as `serve`.
+    """
+    log.configure("server", server.log_level)
+
+    async def watch(supervisor: Supervisor) -> int:
+        asked, loop = asyncio.Event(), asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, asked.set)
+        waits = asyncio.create_task(asked.wait()), asyncio.create_task(supervisor.watch())
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        died = waits[1].result() if waits[1].done() and not asked.is_set() else None
+        for task in waits:
+            task.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
+        if died is not None:
+            logger.error("the %s process has ended: %s; this host's ranks end", died.name, died.reason)
+        return 0 if died is None else 1
+
+    with started(run, server, plan_host, "uvloop") as engine:
+        ranks = run.engine.ranks_here
+        print(f"tokenmill: ranks {ranks.start} to {ranks.stop - 1} of {run.engine.tp} ready; Ctrl-C stops", flush=True)
+        return asyncio.run(watch(engine.supervisor))
 
 
 @dataclass(frozen=True)
@@ -133,7 +151,7 @@ def started(run: RunConfig, server: ServerConfig, planner: Planner, meanwhile: s
         try:
             plans = planner(run, server, model, directory)
             ready = supervisor.start(plans, meanwhile=partial(importlib.import_module, meanwhile))
-            info = ready["tokenizer-0"].info | ready["scheduler-0"].info
+            info = {key: fact for its in reversed(ready.values()) for key, fact in its.info.items()}
             check_vocabulary(info.get("num_own_tokens", 0), info["vocab_size"])
             yield Started(supervisor, directory, info)
         finally:
@@ -186,24 +204,6 @@ def check_tls(cert: str | None, key: str | None) -> None:
             f"--tls-cert {cert} and --tls-key {key or cert} cannot be used ({reason}): "
             "give a certificate chain and its own key, both in PEM and without a password"
         ) from None
-
-
-@contextlib.contextmanager
-def private_directory() -> Iterator[Path]:
-    """A new directory for this run's sockets that only this user can open; removed on leaving.
-
-    Raises ConfigError: no place where a socket's path is short enough.
-    """
-    parent = tempfile.gettempdir()
-    if len(os.path.join(parent, "tokenmill-12345678", LONGEST_PIPE)) > MAX_SOCKET_PATH:
-        parent = "/tmp"
-    try:
-        directory = tempfile.TemporaryDirectory(prefix="tokenmill-", dir=parent, ignore_cleanup_errors=True)
-    except OSError as error:
-        advice = "set TMPDIR to a short path"
-        raise ConfigError(f"cannot make a directory in {parent}: {error.strerror}: {advice}") from None
-    with directory as path:
-        yield Path(path)
 
 
 @contextlib.contextmanager

@@ -28,6 +28,11 @@ ROWS: tuple[Row, ...] = (
     (CounterMetricFamily, "generation_tokens", "Tokens generated", lambda its: its.generated_tokens),
 )
 
+RANK_ROWS = (
+    (CounterMetricFamily, "rank_turns", "Turns of each rank's loop"),
+    (GaugeMetricFamily, "rank_memory_bytes", "Memory that each rank took at its start"),
+)
+
 
 class _State:
     """One Pulse as a collector."""
@@ -41,6 +46,12 @@ class _State:
             family = kind(PREFIX + name, words, labels=["model_name"])
             family.add_metric([self._model], value(self._pulse))
             yield family
+        for number, (kind, name, words) in enumerate(RANK_ROWS):
+            family = kind(PREFIX + name, words, labels=["model_name", "rank"])
+            for rank, facts in enumerate(self._pulse.ranks):
+                family.add_metric([self._model, str(rank)], facts[number])
+            if self._pulse.ranks:
+                yield family
 
 
 def render(pulse: Pulse, model: str) -> bytes:

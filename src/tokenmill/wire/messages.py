@@ -170,7 +170,10 @@ class Probe(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pulse(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The scheduler's state at one moment; answers a Probe."""
+    """The scheduler's state at one moment; answers a Probe.
+
+    Of several ranks, `ranks` has each one's turns so far, and the bytes of memory that it took at its start.
+    """
 
     serial: int
     steps: int
@@ -184,6 +187,7 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     cached_tokens: int = 0
     generated_tokens: int = 0
     retractions: int = 0
+    ranks: list[tuple[int, int]] = []
 
 
 class Tick(msgspec.Struct, frozen=True, tag=True):

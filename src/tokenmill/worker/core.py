@@ -42,19 +42,21 @@ def make_core(
     has_pace: bool,
     has_twin: bool,
     gather: Callable[[str], Sequence[str]] | None = None,
+    lives: Callable[[], list[tuple[int, int]]] = list,
 ) -> Core:
     """A core with a scheduler of its own, and perhaps a twin (see Core)."""
     nowhere = NullSender()
     twin = make_core(config, inbox, nowhere, nowhere, has_pace=has_pace, has_twin=False) if has_twin else None
     pace = Pace() if has_pace else None
-    return Core(Scheduler(config), inbox, detokenizer, server, pace=pace, twin=twin, gather=gather)
+    return Core(Scheduler(config), inbox, detokenizer, server, pace=pace, twin=twin, gather=gather, lives=lives)
 
 
 class Core:
     """One rank's scheduler with its pipes. Ranks above 0 are given pipes that lead nowhere.
 
     Without a `pace` no request is refused because its deadline could not be met. A `twin` takes in the same messages
-    and results, and must make the same plans. So must all ranks, whose digests `gather` gives for this one's.
+    and results, and must make the same plans. So must all ranks, whose digests `gather` gives for this one's; `lives`
+    tells their turns and memory.
     """
 
     def __init__(
@@ -67,13 +69,14 @@ class Core:
         pace: Pace | None = None,
         twin: Core | None = None,
         gather: Callable[[str], Sequence[str]] | None = None,
+        lives: Callable[[], list[tuple[int, int]]] = list,
     ) -> None:
         self.scheduler = scheduler
         self._inbox = inbox
         self._detokenizer = detokenizer
         self._server = server
         self._pace = pace
-        self._twin, self._gather = twin, gather
+        self._twin, self._gather, self._lives = twin, gather, lives
         self._now = 0
         self._began: list[tuple[int, int]] = []  # not told yet
 
@@ -171,6 +174,7 @@ class Core:
             waiting=scheduler.num_waiting,
             running=scheduler.num_running,
             **scheduler.cache.usage,
+            ranks=self._lives(),
             **dataclasses.asdict(scheduler.counters),
         )
 

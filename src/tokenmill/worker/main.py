@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import sys
 import time
 from contextlib import ExitStack, closing
+from dataclasses import replace
 
 import zmq
 
@@ -40,25 +42,35 @@ def run_scheduler(settings: SchedulerSettings, report: Report) -> None:
     matchers = Matchers(vocabulary)
     group = join_group(settings)
     engine, config, spec = load_engine(settings.run, settings.model, group, warm_up, matchers)
+    if not settings.has_bounds:
+        config = replace(config, max_waiting_tokens=sys.maxsize)
     gc.collect()
     gc.freeze()  # what is loaded stays: collections beside steps need not look at it
     with ExitStack() as stack:
         stack.enter_context(closing(matchers))
         stack.enter_context(closing(engine))
         context = stack.enter_context(zmq.Context())
-        ranks = open_ranks(stack, context, settings, group, report.fail) if group.size > 1 else None
-        inbox: Receiver[ToScheduler] | None = ranks.inbox if ranks else None
+        ranks = open_ranks(stack, context, settings, group, report.fail)
+        inbox: Receiver[ToScheduler] | None = ranks.inbox
         detokenizer: Sender[ToDetokenizer] = NullSender()
         server: Sender[ToServer] = NullSender()
         if inbox is None:
-            followers = ranks.followers if ranks else ()
-            inbox = stack.enter_context(closing(open_leader(context, settings.directory, followers, matchers.start)))
+            leader = open_leader(context, settings.directory, ranks.followers, matchers.start)
+            inbox = stack.enter_context(closing(leader))
             detokenizer = PushChannel(context, address(settings.directory, "detokenizer"))
             server = ServerChannel(context, settings.directory, settings.api_workers)
             stack.enter_context(closing(detokenizer))
             stack.enter_context(closing(server))
-        has_twin, gather = (settings.run.engine.debug_ranks, None) if ranks is None else (False, ranks.gather)
-        core = make_core(config, inbox, detokenizer, server, has_pace=True, has_twin=has_twin, gather=gather)
+        core = make_core(
+            config,
+            inbox,
+            detokenizer,
+            server,
+            has_pace=settings.has_bounds,
+            has_twin=settings.run.engine.debug_ranks and group.size == 1,
+            gather=ranks.gather,
+            lives=ranks.facts,
+        )
         loop = make_loop(core, engine)
         report.ready(
             max_model_len=config.max_model_len,
@@ -77,9 +89,7 @@ def run_scheduler(settings: SchedulerSettings, report: Report) -> None:
         )
         try:
             while loop.turn():
-                if ranks is not None:
-                    ranks.watch.turns += 1
+                ranks.count_turn()
         except RankLost:
-            assert ranks is not None
-            ranks.watch.wait()  # which knows better who was lost, or the parent does
+            ranks.wait()
             raise

@@ -9,7 +9,7 @@ from typing import Any
 
 import zmq
 
-from tokenmill.engine.device import take_device
+from tokenmill.engine.device import take_device, taken_memory
 from tokenmill.parallel.connect import Place, connect
 from tokenmill.parallel.group import Group
 from tokenmill.wire.channel import PullChannel, address
@@ -41,12 +41,26 @@ def _place(settings: SchedulerSettings) -> Place:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """What a rank of several has beside its engine."""
+    """What a rank has beside its engine, if there are others."""
 
-    watch: Watch
-    inbox: FollowerInbox | None  # of ranks above 0
-    followers: Sequence[str]  # addresses of all such inboxes
-    gather: Callable[[str], Sequence[str]] | None  # digests, where they are compared
+    watch: Watch | None = None
+    inbox: FollowerInbox | None = None  # of ranks above 0
+    followers: Sequence[str] = ()  # addresses of all such inboxes
+    gather: Callable[[str], Sequence[str]] | None = None  # digests, where they are compared
+
+    def count_turn(self) -> None:
+        """Tell the others that this rank goes on."""
+        if self.watch is not None:
+            self.watch.turns += 1
+
+    def facts(self) -> list[tuple[int, int]]:
+        """Of each rank, its turns and the memory that it took at its start, in bytes."""
+        return [] if self.watch is None else [(life.turns, life.num_bytes) for life in self.watch.lives]
+
+    def wait(self) -> None:
+        """After a collective has failed: until the watch, or the parent, has told which rank was lost."""
+        if self.watch is not None:
+            self.watch.wait()
 
 
 def open_ranks(
@@ -61,6 +75,8 @@ def open_ranks(
     Raises:
         RankLost: a rank did not come so far.
     """
+    if group.size == 1:
+        return Ranks()
     engine, rank, host = settings.run.engine, settings.rank, _place(settings).own_host
 
     def where(name: str) -> str:
@@ -73,6 +89,7 @@ def open_ranks(
     if rank:
         pipe = PullChannel[list[ToScheduler]](context, where(f"rank-{rank}"), list[ToScheduler])
         inbox, own = stack.enter_context(closing(FollowerInbox(pipe))), pipe.address
+    watch.num_bytes = taken_memory()
     followers = group.exchange("inbox", own)[1:]
     watch.begin(group.exchange("beat", watch.address), lost)
     return Ranks(watch, inbox, followers, group.all_digests if engine.debug_ranks else None)
