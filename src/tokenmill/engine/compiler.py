@@ -183,14 +183,14 @@ def serve_rehearsal(pipe: Connection) -> None:
 
 def _compile(function: Any, given: dict[str, Any]) -> None:
     """What Triton does for a kernel that is not loaded, but load it; `given` is what the hook was told."""
-    from triton.compiler import ASTSource, compile
+    from triton.compiler import compile
     from triton.runtime import driver
 
     options = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in json.loads(given["specialization_data"])["options"].items()
     }
-    source = ASTSource(function, given["signature"], given["constants"], given["configs"][0])
+    source = function.ASTSource(function, given["signature"], given["constants"], given["configs"][0])
     driver.active.launcher_cls(source, compile(source, driver.active.get_current_target(), options).metadata)
 
 
