@@ -55,89 +55,84 @@ class AppSettings:
 
 def make_router(client: EngineClient, settings: AppSettings) -> APIRouter:
     """All routes, bound to one client."""
-    router = APIRouter()
-    card = {
-        "id": settings.model,
-        "object": "model",
-        "created": settings.created,
-        "owned_by": "tokenmill",
-        "max_model_len": settings.max_model_len,
-    }
+    router, its = APIRouter(), _Routes(client, settings)
+    for path, route, summary in (
+        ("/v1/models", its.models, "The model that is served"),
+        ("/v1/models/{name:path}", its.model, "One model"),
+        ("/health", its.health, "200 when the scheduler moves"),
+        ("/ready", its.ready, "200 while new requests are taken"),
+        ("/version", its.version, "tokenmill's version"),
+    ):
+        router.get(path, responses=answers_of(path.replace(":path", "")), summary=summary)(route)
+    words = "The scheduler's state, for Prometheus"
+    router.get("/metrics", response_class=PlainTextResponse, responses=answers_of(), summary=words)(its.metrics)
+    path, words = "/v1/requests/{request_id:path}/cancel", "End a request by its X-Request-Id, or its answer's id"
+    router.post(path, responses=answers_of(path.replace(":path", "")), summary=words)(its.cancel)
+    words = "The tokens of a prompt or of messages"
+    router.post("/tokenize", openapi_extra=TOKENIZE_BODY, summary=words)(its.tokenize)
+    router.post("/detokenize", openapi_extra=DETOKENIZE_BODY, summary="The text of tokens")(its.detokenize)
+    add_cache_routes(router, client, its.read, settings.answer_timeout)
+    for path, api in APIS.items():
+        router.post(path, openapi_extra=api_body(path), summary=api.summary)(partial(its.answer, path))
+    return router
 
-    @router.get("/v1/models", responses=answers_of("/v1/models"), summary="The model that is served")
-    async def models() -> Response:
-        return json_response({"object": "list", "data": [card]})
 
-    @router.get("/v1/models/{name:path}", responses=answers_of("/v1/models/{name}"), summary="One model")
-    async def model(name: str) -> Response:
-        _check_model(name)
-        return json_response(card)
+class _Routes:
+    """What is done at each route."""
 
-    @router.get("/health", responses=answers_of("/health"), summary="200 when the scheduler moves")
-    async def health() -> Response:
-        pulse = await client.probe(settings.answer_timeout)
+    def __init__(self, client: EngineClient, settings: AppSettings) -> None:
+        self._client, self._settings, self._timeout = client, settings, settings.answer_timeout
+        card = {"id": settings.model, "object": "model", "created": settings.created, "owned_by": "tokenmill"}
+        self._card = card | {"max_model_len": settings.max_model_len}
+
+    async def models(self) -> Response:
+        return json_response({"object": "list", "data": [self._card]})
+
+    async def model(self, name: str) -> Response:
+        self._check_model(name)
+        return json_response(self._card)
+
+    async def health(self) -> Response:
+        pulse = await self._client.probe(self._timeout)
         return json_response({"status": "ok"} | msgspec.structs.asdict(pulse))
 
-    @router.get("/ready", responses=answers_of("/ready"), summary="200 while new requests are taken")
-    async def ready() -> Response:
-        client.check_ready()
+    async def ready(self) -> Response:
+        self._client.check_ready()
         return json_response({"status": "ready"})
 
-    @router.get(
-        "/metrics",
-        response_class=PlainTextResponse,
-        responses=answers_of(),
-        summary="The scheduler's state, for Prometheus",
-    )
-    async def metrics() -> Response:
-        body = render(await client.probe(settings.answer_timeout), settings.model)
+    async def metrics(self) -> Response:
+        body = render(await self._client.probe(self._timeout), self._settings.model)
         return Response(body, headers={"Content-Type": CONTENT_TYPE})
 
-    words = "End a request by its X-Request-Id, or its answer's id"
+    async def version(self) -> Response:
+        return json_response({"version": __version__})
 
-    @router.post(
-        "/v1/requests/{request_id:path}/cancel", responses=answers_of("/v1/requests/{request_id}/cancel"), summary=words
-    )
-    async def cancel(request: Request, request_id: str) -> Response:
-        number = await client.cancel(request_name(request.state.holder, request_id), settings.answer_timeout)
+    async def cancel(self, request: Request, request_id: str) -> Response:
+        number = await self._client.cancel(request_name(request.state.holder, request_id), self._timeout)
         if not number:
             raise RouteError(f"no request {request_id[:MAX_NAME]!r} is running or waiting", 404)
         return json_response({"id": request_id, "object": "request.cancelled", "cancelled": number})
 
-    @router.get("/version", responses=answers_of("/version"), summary="tokenmill's version")
-    async def version() -> Response:
-        return json_response({"version": __version__})
+    async def tokenize(self, request: Request) -> Response:
+        (name, call, prompt), size = await self.read(request, parse_tokenize)
+        self._check_model(name)
+        return json_response(await self._client.ask(call, self._timeout, prompt, size))
 
-    async def read(request: Request, parse: Callable[..., Any], *rest: Any) -> tuple[Any, int]:
-        raw = await read_body(request, settings.max_body_bytes)
-        work = partial(_parsed, raw or b"{}", parse, *rest)
-        return await asyncio.to_thread(work) if len(raw) > LARGE else work(), len(raw)
+    async def detokenize(self, request: Request) -> Response:
+        (name, call), size = await self.read(request, parse_detokenize)
+        self._check_model(name)
+        return json_response(await self._client.ask(call, self._timeout, size=size))
 
-    @router.post("/tokenize", openapi_extra=TOKENIZE_BODY, summary="The tokens of a prompt or of messages")
-    async def tokenize(request: Request) -> Response:
-        (name, call, prompt), size = await read(request, parse_tokenize)
-        _check_model(name)
-        return json_response(await client.ask(call, settings.answer_timeout, prompt, size))
-
-    @router.post("/detokenize", openapi_extra=DETOKENIZE_BODY, summary="The text of tokens")
-    async def detokenize(request: Request) -> Response:
-        (name, call), size = await read(request, parse_detokenize)
-        _check_model(name)
-        return json_response(await client.ask(call, settings.answer_timeout, size=size))
-
-    add_cache_routes(router, client, read, settings.answer_timeout)
-
-    async def answer(path: str, request: Request) -> Response:
-        api, came = APIS[path], milliseconds()
-        call, size = await read(request, api.parse, settings.sampling_defaults, came, settings.dialect)
-        _check_model(call.model)
+    async def answer(self, path: str, request: Request) -> Response:
+        api, came, settings, state = APIS[path], milliseconds(), self._settings, request.state
+        call, size = await self.read(request, api.parse, settings.sampling_defaults, came, settings.dialect)
+        self._check_model(call.model)
         if api.shape is None:
-            told = await client.ask(TextCall(), settings.answer_timeout, call.prompts[0], size)
+            told = await self._client.ask(TextCall(), self._timeout, call.prompts[0], size)
             return json_response({"input_tokens": told["count"]})
         if call.scheduling.priority and not settings.has_priorities:
             advice = "start the server with --policy priority or --eviction priority, or leave it out"
             raise UnsupportedField(f"priority means nothing to this server's policies: {advice}", "priority")
-        state = request.state
         if state.holder:
             # A key's users are tenants of their own, but never those of another key's users.
             tenant = f"{state.holder}/{call.scheduling.tenant}"[:MAX_NAME]
@@ -146,17 +141,17 @@ def make_router(client: EngineClient, settings: AppSettings) -> APIRouter:
         request_id, has_timings = call.request_id or state.request_id, settings.timings or call.timings
         head = Head(request_id, settings.model, int(time.time()), has_timings)
         options: dict[str, Any] = {"scheduling": call.scheduling, "name": request_name(state.holder, request_id)}
-        opening = partial(client.open, call.prompts, call.params, echo=call.echo, size=size, **options)
+        opening = partial(self._client.open, call.prompts, call.params, echo=call.echo, size=size, **options)
         return Answer(opening, call, api.shape(call, settings.dialect), head, settings.sse_keep_alive)
 
-    for path, api in APIS.items():
-        router.post(path, openapi_extra=api_body(path), summary=api.summary)(partial(answer, path))
+    async def read(self, request: Request, parse: Callable[..., Any], *rest: Any) -> tuple[Any, int]:
+        raw = await read_body(request, self._settings.max_body_bytes)
+        work = partial(_parsed, raw or b"{}", parse, *rest)
+        return await asyncio.to_thread(work) if len(raw) > LARGE else work(), len(raw)
 
-    def _check_model(name: str | None) -> None:
-        if name not in (None, settings.model):
-            raise ModelNotFound(f"no model {name!r} here: this server has {settings.model!r}")
-
-    return router
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self._settings.model):
+            raise ModelNotFound(f"no model {name!r} here: this server has {self._settings.model!r}")
 
 
 def _parsed(raw: bytes, parse: Callable[..., Any], *rest: Any) -> Any:
