@@ -68,7 +68,7 @@ def libcuda(tmp_path):
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "olmo2", "gemma2"])
 def test_a_rehearsal_reaches_all_kernels_of_a_model_and_leaves_none_to_the_first_launch(family, tmp_path, libcuda):
     cache = tmp_path / "cache"
     told, *numbers, imported, names, more_at_first = run(

@@ -60,11 +60,18 @@ def main(family: str) -> None:
     if family == "qwen3_moe":
         spec = replace(spec, experts=ExpertsSpec(num_experts=4, num_chosen=2, size=32, dense_layers=(0,)))
     config = make_config(device="cuda", dtype="bfloat16", threads=2, max_running=3, graph_max_batch=2)
-    attention = TritonAttention(
-        scale=1.0, num_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16, num_sms=132, pdl=True
+    if family == "olmo2":
+        spec = replace(spec, qk_norm=True)
+    if family == "gemma2":
+        spec = replace(spec, window=16, window_layers=(0,), activation="gelu_tanh", attention_cap=5.0, logits_cap=3.0)
+        config = replace(config, window=16, num_window_pages=32)
+    heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.bfloat16}
+    attention = tuple(
+        TritonAttention(scale=1.0, window=kind.window, cap=spec.attention_cap, **heads, num_sms=132, pdl=True)
+        for kind in spec.kv_kinds
     )
     few = {"first_prompts": (2,), "prompts": (2,)}
-    rehearsal = Rehearsal(spec, Group.solo(), config, TritonOps(has_pdl=True), (attention,), (9, 0), **few)
+    rehearsal = Rehearsal(spec, Group.solo(), config, TritonOps(has_pdl=True), attention, (9, 0), **few)
     beside.begin(rehearsal)
     beside.wait(for_all=True)
     gpu = NoGPU()

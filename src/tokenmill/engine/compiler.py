@@ -128,7 +128,7 @@ class _QuickShapes(TorchFunctionMode):
     """Shapes of operations for which torch would first import its compiler, in seconds."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (Tensor.add_, Tensor.addmm_, Tensor.index_copy_):
+        if func in (Tensor.add_, Tensor.mul_, Tensor.div_, Tensor.tanh_, Tensor.addmm_, Tensor.index_copy_):
             return args[0]
         if func is Tensor.sum and args[1:] == (0,):
             return args[0][0].new_empty(args[0].shape[1:], **(kwargs or {}))

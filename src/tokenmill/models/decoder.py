@@ -113,7 +113,7 @@ class Decoder:
         rotations = [rope.rotation(batch.positions) for rope in self._ropes]
         hidden = Hidden(self._embedding.embed(batch.input_ids))
         if self._scale != 1.0:
-            hidden.value *= self._scale
+            hidden.value.mul_(self._scale)
         for layer in self._layers:
             layer(hidden, rotations, batch, kv)
         if batch.logits_indices is not None:
