@@ -9,8 +9,9 @@ from functools import partial
 import pytest
 import torch
 
+from tests.support.families import FAMILIES, make_family
 from tests.support.harness import Harness
-from tests.support.tiny_models import make_tiny_llama
+from tests.support.tiny_models import make_tiny_llama, write_byte_tokenizer
 from tokenmill import LLM, SamplingParams
 from tokenmill.attention.select import make_backends
 from tokenmill.engine.device import CudaDevice
@@ -22,7 +23,7 @@ from tokenmill.weights.checkpoint import open_checkpoint
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-ARCHITECTURES = ["LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"]
+ARCHITECTURES = ["LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "mistral", "gemma3"]
 PATIENCE = 120  # seconds for kernels that are compiled beside
 NUMBERS = 1 << 24  # of a tensor that has a segment of its own
 OPTIONS = {"device": "cuda", "dtype": "float32", "num_pages": 4096, "max_running": 32, "graph_max_batch": 24}
@@ -40,7 +41,11 @@ one_architecture = pytest.mark.parametrize("tiny", ARCHITECTURES[1:2], indirect=
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def tiny(request, tmp_path_factory):
-    return make_tiny_llama(tmp_path_factory.mktemp(request.param), architecture=request.param, head_dim=64)
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param not in FAMILIES:
+        return make_tiny_llama(folder, architecture=request.param, head_dim=64)
+    write_byte_tokenizer(make_family(folder, request.param))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +178,10 @@ def logprobs_of(entries):
     return [its.logprob for entry in entries for its in (entry.token, *entry.top) if its.logprob is not None]
 
 
-@pytest.mark.parametrize(("tiny", "page_size"), [("LlamaForCausalLM", 1), ("Qwen3ForCausalLM", 16)], indirect=["tiny"])
+NEAR = [("LlamaForCausalLM", 1), ("Qwen3ForCausalLM", 16), ("gemma2", 1), ("gemma3", 16), ("olmo2", 16), ("olmo3", 4)]
+
+
+@pytest.mark.parametrize(("tiny", "page_size"), NEAR, indirect=["tiny"])
 def test_bfloat16_logits_are_near_those_of_float32(tiny, page_size):
     found = {}
     for name, ops_name, dtype in (("cpu", "reference", torch.float32), ("cuda", "triton", torch.bfloat16)):

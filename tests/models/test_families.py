@@ -8,6 +8,7 @@ import torch
 from tests.models.oracle import Oracle
 from tests.support.families import FAMILIES, make_family
 from tests.support.harness import Harness
+from tests.support.ranks import run_ranks
 from tests.support.tiny_models import write_byte_tokenizer
 from tokenmill import LLM, SamplingParams
 from tokenmill.attention.select import make_backends
@@ -19,10 +20,10 @@ PROMPT = [(7 * i) % 251 + 4 for i in range(100)]
 STEPS = 32
 
 
-def harness_of(folder: Path) -> Harness:
+def harness_of(folder: Path, group: Group | None = None) -> Harness:
     checkpoint = open_checkpoint(folder)
     backends = make_backends("reference", checkpoint.spec)
-    model = load_model(checkpoint, dtype=torch.float32, group=Group.solo(), attention=backends)
+    model = load_model(checkpoint, dtype=torch.float32, group=group or Group.solo(), attention=backends)
     return Harness(model, backends)
 
 
@@ -45,6 +46,19 @@ def test_a_family_gives_the_logits_of_transformers(tmp_path: Path, name: str) ->
     harness.logits([(1, 0, ids[:7]), (0, 0, ids[:3])])
     chunks = [harness.logits([(2, 0, ids[:9]), (1, a, ids[a:b])]) for a, b in ((7, 60), (60, 61), (61, 132))]
     assert_near(torch.stack([chunk[1] for chunk in chunks]), expected[[59, 60, 131]])
+
+
+@pytest.mark.parametrize("name", ["phi3", "olmo2", "gemma2", "qwen2"])
+def test_ranks_together_compute_what_one_does(tmp_path: Path, name: str) -> None:
+    folder = make_family(tmp_path, name)
+
+    def logits(group: Group) -> torch.Tensor:
+        return harness_of(folder, group).logits([(0, 0, PROMPT)], of_all_tokens=True)
+
+    expected = logits(Group.solo())
+    for size in (2, 4):
+        for found in run_ranks(size, logits):
+            assert_near(found, expected)
 
 
 WINDOWED = ("mistral", "gemma3")
