@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenmill.config import EngineConfig, ModelConfig, ResolvedConfig, RunConfig, SchedulerConfig, kv_bytes, resolve
@@ -112,7 +112,7 @@ def test_two_kinds_share_the_memory():
     assert (asked.kind_pages, asked.max_model_len) == ((100, 90), 1600)
     assert asked.longest_row == 89 * 16 - 255
     short = resolve(run_config(num_pages=100, max_model_len=200), HARDWARE, WINDOWED)
-    assert (short.kind_pages, short.longest_row) == ((100, 100), 200)
+    assert (short.kind_pages, short.window, short.longest_row) == ((100,), 0, 200)
 
 
 def test_where_all_layers_have_a_window_requests_may_be_longer_than_the_pool():
@@ -168,6 +168,7 @@ def test_what_cannot_work_is_refused_by_its_flag(values, flags):
         resolved(**values)
 
 
+@settings(deadline=None)
 @given(
     memory=st.integers(0, 1 << 34),
     fraction=st.floats(0, 1),
@@ -184,5 +185,5 @@ def test_whatever_resolves_can_hold_a_request_and_fits(memory, fraction, page_si
         return
     assert 2 <= config.max_model_len <= min(SPEC.max_position, config.pool_tokens)
     assert config.pages_per_request <= config.num_pages
-    assert kv_bytes(config, spec) <= memory
+    assert kv_bytes(config, spec.within(length)) <= memory
     assert config.longest_row >= 1

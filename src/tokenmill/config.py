@@ -72,8 +72,7 @@ class EngineConfig:
     """K/V pages of the layers that attend to everything, or of all where all have a window; auto sizes the pools from
     free memory."""
     num_window_pages: int | None = None
-    """K/V pages of the layers with a window, in models that have both kinds; auto is half as many as --num-pages, or as
-    many where no request is longer than the window."""
+    """K/V pages of the layers with a window, in models that have both kinds; auto is half as many as --num-pages."""
     memory_fraction: float | None = None
     """Share of free memory that the K/V pool may take when --num-pages is auto; auto is 0.25, on CUDA 0.9."""
     threads: int | None = None
@@ -301,12 +300,13 @@ def resolve(raw: RunConfig, hardware: HardwareInfo, spec: ModelSpec) -> Resolved
     check_range("--memory-fraction", share_of_memory, 0, 1)
     check_range("--reserve-ratio", scheduler.reserve_ratio, 0, 1)
     dtype: DTypeName = hardware.fastest_dtype if raw.model.dtype == "auto" else raw.model.dtype
-    longest = spec.max_position if raw.model.max_model_len is None else min(raw.model.max_model_len, spec.max_position)
+    max_position, spec = spec.max_position, spec.within(raw.model.max_model_len)
     kv_dtype: DTypeName = dtype if engine.kv_dtype == "auto" else engine.kv_dtype
-    pools = _pools(engine, share_of_memory, hardware, spec, kv_dtype, longest)
+    pools = _pools(engine, share_of_memory, hardware, spec, kv_dtype)
     pool_tokens = pools[0] * engine.page_size  # of requests of any length, where there are layers that hold these
     has_full_kind = not spec.kv_kinds[0].window
-    max_model_len = _max_model_len(raw.model.max_model_len, pool_tokens if has_full_kind else longest, spec)
+    most = pool_tokens if has_full_kind else max_position
+    max_model_len = _max_model_len(raw.model.max_model_len, most, max_position)
     per_request = -(-max_model_len // engine.page_size)
     config = ResolvedConfig(
         device=hardware.device,
@@ -343,13 +343,11 @@ def resolve(raw: RunConfig, hardware: HardwareInfo, spec: ModelSpec) -> Resolved
     return config
 
 
-def _pools(
-    engine: EngineConfig, share: float, hardware: HardwareInfo, spec: ModelSpec, dtype: DTypeName, longest: int
-) -> list[int]:
+def _pools(engine: EngineConfig, share: float, hardware: HardwareInfo, spec: ModelSpec, dtype: DTypeName) -> list[int]:
     """The pages of each kind that were asked for, or that fit the memory; on a CPU not more than are of use."""
     kinds, num_pages = spec.kv_kinds, engine.num_pages
-    # Layers with a window need few pages of long requests, and as many as the others of short ones.
-    shares = [2 if kind.window and len(kinds) > 1 and longest > kind.window else 1 for kind in kinds]
+    # Where there are both kinds, those with a window need few pages of long requests, and as many of short ones.
+    shares = [2 if kind.window and len(kinds) > 1 else 1 for kind in kinds]
     if num_pages is None:
         sizes = [spec.kv_bytes_per_token(ELEMENT_SIZE[dtype], kind) for kind in kinds]
         a_token = sum(size / part for size, part in zip(sizes, shares, strict=True))
@@ -399,13 +397,13 @@ def _check_pools(config: ResolvedConfig, hardware: HardwareInfo, spec: ModelSpec
         )
 
 
-def _max_model_len(wanted: int | None, pool_tokens: int, spec: ModelSpec) -> int:
+def _max_model_len(wanted: int | None, pool_tokens: int, max_position: int) -> int:
     """What was asked for, or the most that context and K/V pool hold."""
     if wanted is None:
-        return min(spec.max_position, pool_tokens)
+        return min(max_position, pool_tokens)
     check_range("--max-model-len", wanted, 2)
-    if wanted > spec.max_position:
-        raise ConfigError(f"--max-model-len {wanted} is over the model's context of {spec.max_position} tokens")
+    if wanted > max_position:
+        raise ConfigError(f"--max-model-len {wanted} is over the model's context of {max_position} tokens")
     if wanted > pool_tokens:
         raise ConfigError(
             f"--max-model-len {wanted} does not fit the K/V pool of {pool_tokens} tokens: "

@@ -62,7 +62,7 @@ def plan(flags: PlanFlags) -> Iterator[str]:
     yield f"free memory    {hardware.memory_bytes / GIB:9.2f} GiB"
     if found.set_aside:
         yield f"graphs, draws  {found.set_aside / GIB:9.2f} GiB"
-    for kind, pages in zip(spec.kv_kinds, config.kind_pages, strict=True):
+    for kind, pages in zip(found.spec.kv_kinds, config.kind_pages, strict=True):
         what = f"{f'window of {kind.window}' if kind.window else 'all tokens'}, {config.kv_dtype}"
         yield f"K/V, bytes a token {found.kv_bytes(kind):9,}   {len(kind.layers)} layers, {what}"
         yield f"K/V pool: {pages:,} pages of {config.page_size}, {pages * config.page_size:,} tokens"

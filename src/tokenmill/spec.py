@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
@@ -66,8 +66,9 @@ class ExpertsSpec:
 class ModelSpec:
     """Shape of a decoder-only transformer; everything that `models` needs besides the weights.
 
-    `local_rope` is that of `window_layers` where it is not `rope`; `unrotated_layers` have none. `attention_scale` None
-    is 1 / sqrt(head_dim); a cap of 0 is none. `norm_offset` is what the checkpoint left out of the weights of norms.
+    `window_layers` have a `window` if that is not 0, and `local_rope` if there is one; `unrotated_layers` have no rope.
+    `attention_scale` None is 1 / sqrt(head_dim); a cap of 0 is none. `norm_offset` is what the checkpoint left out of
+    the weights of norms.
     """
 
     family: str
@@ -102,9 +103,15 @@ class ModelSpec:
     def kv_kinds(self) -> tuple[KVKind, ...]:
         """The kinds that the model has: layers that attend to everything, then those with a window."""
         layers = range(self.num_layers)
-        full = tuple(layer for layer in layers if layer not in self.window_layers)
-        kinds = KVKind(full), KVKind(tuple(its for its in self.window_layers if its in layers), self.window)
-        return tuple(kind for kind in kinds if kind.layers)
+        windowed = tuple(its for its in self.window_layers if its in layers) if self.window else ()
+        full = tuple(layer for layer in layers if layer not in windowed)
+        return tuple(kind for kind in (KVKind(full), KVKind(windowed, self.window)) if kind.layers)
+
+    def within(self, context: int | None) -> ModelSpec:
+        """The model where no request is longer than `context`: a window as long as that is none."""
+        context = self.max_position if context is None else min(context, self.max_position)
+        spec = replace(self, window=0) if self.window >= context else self
+        return replace(spec, max_position=context) if self.rope.kind == "longrope" else spec
 
     def experts_of(self, layer: int) -> ExpertsSpec | None:
         """The experts of layer number `layer`; None: it is dense."""

@@ -65,7 +65,7 @@ ALL = (0, 1)
         ("Llama", {"sliding_window": 64}, 0, ()),
         ("Mistral", {"sliding_window": 64}, 64, ALL),
         ("Mistral", {"sliding_window": None}, 0, ()),
-        ("Mistral", {"sliding_window": 2048}, 0, ()),
+        ("Mistral", {"sliding_window": 2048}, 2048, ALL),
         ("Qwen2", {"sliding_window": 64}, 0, ()),
         ("Qwen2", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}, 64, (1,)),
         ("Phi3", {"sliding_window": 64}, 64, ALL),
@@ -80,6 +80,17 @@ def test_windows(architecture: str, changes: dict[str, Any], window: int, layers
     spec = spec_of(architectures=[f"{architecture}ForCausalLM"], **changes)
     assert (spec.window, spec.window_layers) == (window, layers)
     assert sorted(layer for kind in spec.kv_kinds for layer in kind.layers) == [0, 1]
+
+
+def test_a_window_as_long_as_the_context_is_none() -> None:
+    gemma = {"architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 6}
+    spec = spec_of(**gemma, sliding_window=64)
+    assert len(spec.kv_kinds) == 2
+    assert spec.within(65) == spec
+    short = spec.within(64)
+    assert [kind.window for kind in short.kv_kinds] == [0]
+    assert (short.window_layers, short.local_rope) == (spec.window_layers, spec.local_rope)
+    assert spec_of(**gemma, sliding_window=512, max_position_embeddings=512).within(None).window == 0
 
 
 def test_ropes_of_gemma3_in_its_old_and_new_forms() -> None:

@@ -42,6 +42,7 @@ def run(options: KernelOptions) -> None:
             raise ConfigError(f"{flag} must be at least 1, not {size}")
     path = resolve_model(options.run.model.model, needs_weights=False)
     spec = read_shape(path)
+    spec = spec.within(options.run.model.max_model_len)
     config = resolve(options.run, measure_hardware(options.run.engine.device), spec)
     place = torch.device(config.device)
     attention, *_ = make_backends(options.run.engine.attention, spec, getattr(torch, config.dtype), place)

@@ -50,14 +50,11 @@ def load_engine(
         hardware = _shared_hardware(measure_hardware(run.engine.device), group, len(run.engine.ranks_here))
         checkpoint = None if run.model.random_weights else open_checkpoint(path)
         spec = read_shape(path) if checkpoint is None else checkpoint.spec
+        spec = spec.within(run.model.max_model_len)
+        checkpoint = None if checkpoint is None else dataclasses.replace(checkpoint, spec=spec)
         check_vocabulary(num_tokens, spec.vocab_size)
-        config = resolve(
-            run, hardware, share_of(spec, group.size)
-        )  # what cannot work is refused before reading weights
-        if spec.rope.kind == "longrope":  # its frequencies are those of the context that is served
-            spec = dataclasses.replace(spec, max_position=config.max_model_len)
-            checkpoint = None if checkpoint is None else dataclasses.replace(checkpoint, spec=spec)
         share = share_of(spec, group.size)
+        config = resolve(run, hardware, share)  # what cannot work is refused before the weights are read
         torch.set_num_threads(config.threads)
         device, dtype = torch.device(config.device), getattr(torch, config.dtype)
         attention = make_backends(run.engine.attention, spec, dtype, device, group.size)

@@ -100,6 +100,7 @@ def plan_memory(run: RunConfig, hardware: HardwareInfo, spec: ModelSpec, size: i
         ModelUnreadable: unknown family.
         ConfigError: the model does not divide by `size`, or the configuration cannot work on this machine.
     """
+    spec = spec.within(run.model.max_model_len)
     group, share = Group(0, size), share_of(spec, size)
     config = resolve(run, hardware, share)
     dtype = getattr(torch, config.dtype)

@@ -106,7 +106,7 @@ def spec_from_config(config: Mapping[str, Any], where: str) -> ModelSpec:
     head_dim = fields.whole("head_dim", max(1, hidden // heads))
     max_position = fields.whole("max_position_embeddings", 2048, most=MOST_POSITIONS)
     rope, local_rope = _ropes(fields, head_dim, max_position)
-    window, window_layers = _windows(fields, max_position) if architecture.has_windows else (0, ())
+    window, window_layers = _windows(fields) if architecture.has_windows else (0, ())
     attention_bias = fields.flag("attention_bias")
     scalar = fields.optional("query_pre_attn_scalar")
     return check_spec(
@@ -192,8 +192,8 @@ def _experts(fields: Fields, family: str) -> ExpertsSpec:
     )
 
 
-def _windows(fields: Fields, max_position: int) -> tuple[int, tuple[int, ...]]:
-    """The window, and the layers that have it; none has one that is as long as the context."""
+def _windows(fields: Fields) -> tuple[int, tuple[int, ...]]:
+    """The window, and the layers that have it."""
     if not fields.has("sliding_window") or not fields.flag("use_sliding_window", True):
         return 0, ()
     window, layers = fields.whole("sliding_window", most=MOST_POSITIONS), range(fields.whole("num_hidden_layers"))
@@ -210,7 +210,7 @@ def _windows(fields: Fields, max_position: int) -> tuple[int, tuple[int, ...]]:
             f"{fields.where}: layer_types must be {FULL} or {SLIDING} for each of {len(layers)} layers"
         )
     windowed = [layer for layer in layers if kinds[layer] == SLIDING]
-    return (window, tuple(windowed)) if windowed and window < max_position else (0, ())
+    return (window, tuple(windowed)) if windowed else (0, ())
 
 
 def _unrotated(fields: Fields) -> tuple[int, ...]:
