@@ -313,3 +313,17 @@ def test_questions_that_wait_take_room_while_they_do() -> None:
             await client.ask(TextCall(text="x"), 0, size=30)
 
     asyncio.run(run())
+
+
+def test_questions_go_round_the_tokenizers_also_where_there_are_as_many_api_servers() -> None:
+    async def run() -> list[int]:
+        tokenizers: list[MemoryChannel[ToTokenizer]] = [MemoryChannel(), MemoryChannel()]
+        limits = {"max_waiting": 100, "max_waiting_tokens": 1000}
+        scheduler: MemoryChannel[ToScheduler] = MemoryChannel()
+        client = EngineClient(tokenizers, scheduler, {1: MemoryChannel()}, **limits)
+        for _ in range(4):
+            with pytest.raises(Overloaded):
+                await client.ask(TextCall(text="x"), 0)
+        return [len(channel.receive(0)) for channel in tokenizers]
+
+    assert asyncio.run(run()) == [2, 2]

@@ -110,7 +110,7 @@ class EngineClient:
         self._generations: dict[Generation, list[int]] = {}
         self._questions: dict[int, asyncio.Future[wire.Pulse | wire.CallAnswer]] = {}
         self._siblings, self._index = siblings, index
-        step = 1 + len(siblings)
+        self._step = step = 1 + len(siblings)
         self._uids = itertools.count(index + step, step)
         self._serials = itertools.count(index + step, step)
         self._failure: TokenmillError | None = None
@@ -233,7 +233,7 @@ class EngineClient:
         self._check_room(0, size)
         serial = next(self._serials)
         call = msgspec.structs.replace(call, serial=serial, **({} if prompt is None else _fields(prompt)))
-        worker = self._tokenizers[serial % len(self._tokenizers)]
+        worker = self._tokenizers[serial // self._step % len(self._tokenizers)]
         has_text = prompt is not None or isinstance(call, wire.TextCall)
         self._waiting_size += size
         try:
