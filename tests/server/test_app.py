@@ -200,6 +200,7 @@ def test_bodies_that_are_no_object(site: Site, path: str, body: bytes) -> None:
         ({"temperature": "x" * 10_000}, {}, 400, "temperature"),
         ({"model": "no-such-model"}, {}, 404, "model"),
         ({}, {"content-type": "application/x-www-form-urlencoded"}, 415, None),
+        ({}, {"content-encoding": "gzip"}, 415, None),
         ({"user": "x" * 20_000}, {}, 413, None),
         ({}, {"x-request-id": "a" * 300}, 400, "X-Request-Id"),
     ],

@@ -161,12 +161,14 @@ def _parsed(raw: bytes, parse: Callable[..., Any], *rest: Any) -> Any:
 async def read_body(request: Request, limit: int) -> bytes:
     """The whole body.
 
-    Raises WrongContentType: it is said to be something else than JSON; BodyTooLarge: it is over `limit` bytes;
+    Raises WrongContentType: it is said to be something else than JSON, or compressed; BodyTooLarge: it is over `limit` bytes;
     ClientLeft: the connection ended before the body did.
     """
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise WrongContentType(f"the body must be JSON: send Content-Type: application/json, not {kind[:80]!r}")
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise WrongContentType("the body must not be compressed: send it plain, without Content-Encoding")
     parts: list[bytes] = []
     size = 0
     more = True
