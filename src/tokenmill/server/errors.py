@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from tokenmill.errors import InvalidRequest, TokenmillError
+from tokenmill.errors import TokenmillError
 from tokenmill.wire.messages import ErrorInfo
 
 MAX_MESSAGE = 2000
@@ -27,18 +27,6 @@ ANTHROPIC_KINDS: Mapping[int, str] = {
 KINDS: Mapping[int, str] = {404: "NotFoundError", 405: "MethodNotAllowedError"}
 
 
-class BodyTooLarge(InvalidRequest):
-    """The request's body is over --max-body-bytes."""
-
-    status = 413
-
-
-class WrongContentType(InvalidRequest):
-    """The request's body is not said to be JSON."""
-
-    status = 415
-
-
 class ClientLeft(TokenmillError):
     """The HTTP client closed its connection; nobody is there to be told."""
 
@@ -54,7 +42,7 @@ class EngineError(TokenmillError):
 
 
 class RouteError(TokenmillError):
-    """An error of the framework's own: an unknown route, a wrong method."""
+    """What is wrong before anyone looks into the body: an unknown route, a wrong method, a body too large."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)

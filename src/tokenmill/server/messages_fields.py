@@ -20,8 +20,8 @@ from tokenmill.schema import (
     tagged,
     text,
     whole,
+    without,
 )
-from tokenmill.schema import without as rows_without
 from tokenmill.server.fields import COMMON, COUNT, EFFORT, MAX_TOOLS, NAME, SAMPLING
 from tokenmill.types import MAX_INT32, MAX_NAME, MAX_STOP_STRINGS
 
@@ -92,7 +92,7 @@ MESSAGES = Table(
     honoured("metadata.user_id", text(0, MAX_NAME), "the tenant, for the policy fair"),
     refused("service_tier", "one tier", "auto", "standard_only"),
     refused("container diagnostics inference_geo mcp_servers context_management", "no such service"),
-    rows_without(NOT_HERE, COMMON, SAMPLING),
+    without(NOT_HERE, COMMON, SAMPLING),
 )
 COUNT_TOKENS = Table(PROMPT, honoured("model", TEXT))
 

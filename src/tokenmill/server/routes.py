@@ -20,7 +20,7 @@ from tokenmill.server.answer import Answer, request_name
 from tokenmill.server.apis import APIS, DETOKENIZE_BODY, TOKENIZE_BODY, answers_of, api_body
 from tokenmill.server.cache_routes import add_cache_routes
 from tokenmill.server.client import EngineClient
-from tokenmill.server.errors import BodyTooLarge, ClientLeft, RouteError, WrongContentType, json_response
+from tokenmill.server.errors import ClientLeft, RouteError, json_response
 from tokenmill.server.metrics import CONTENT_TYPE, render
 from tokenmill.server.protocol import decode_body, parse_detokenize, parse_tokenize
 from tokenmill.server.shapes import Head
@@ -161,14 +161,14 @@ def _parsed(raw: bytes, parse: Callable[..., Any], *rest: Any) -> Any:
 async def read_body(request: Request, limit: int) -> bytes:
     """The whole body.
 
-    Raises WrongContentType: it is said to be something else than JSON, or compressed; BodyTooLarge: it is over `limit` bytes;
-    ClientLeft: the connection ended before the body did.
+    Raises RouteError: it is said to be something else than plain JSON, or is over `limit` bytes; ClientLeft: the
+    connection ended before the body did.
     """
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-        raise WrongContentType(f"the body must be JSON: send Content-Type: application/json, not {kind[:80]!r}")
+        raise RouteError(f"the body must be JSON: send Content-Type: application/json, not {kind[:80]!r}", 415)
     if request.headers.get("content-encoding", "identity").lower() != "identity":
-        raise WrongContentType("the body must not be compressed: send it plain, without Content-Encoding")
+        raise RouteError("the body must not be compressed: send it plain, without Content-Encoding", 415)
     parts: list[bytes] = []
     size = 0
     more = True
@@ -182,5 +182,5 @@ async def read_body(request: Request, limit: int) -> bytes:
         if size <= limit:
             parts.append(message.get("body", b""))
         elif not more or size > 4 * limit:
-            raise BodyTooLarge(f"the body is over {limit} bytes: send less, or raise --max-body-bytes")
+            raise RouteError(f"the body is over {limit} bytes: send less, or raise --max-body-bytes", 413)
     return b"".join(parts)
