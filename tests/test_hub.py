@@ -20,6 +20,7 @@ import httpx
 import huggingface_hub
 import pytest
 from huggingface_hub import errors as hub_errors
+from huggingface_hub.utils import filter_repo_objects
 
 from tokenmill import hub
 from tokenmill.errors import ModelNotFound, ModelUnreadable
@@ -369,6 +370,20 @@ class TestHub:
         assert resolve_model("org/name@v1.0") == tmp_path
         assert (calls[0]["repo"], calls[0]["revision"]) == ("org/name", "v1.0")
         assert calls[0]["allow_patterns"] == ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+
+    def test_no_weights_where_a_shape_will_do(self, calls: list[dict[str, Any]], tmp_path: Path) -> None:
+        (tmp_path / "config.json").touch()
+        assert resolve_model("org/name", needs_weights=False) == tmp_path
+        assert calls[0]["allow_patterns"] == ["*.json", "*.jinja", "tokenizer.model"]
+        with pytest.raises(ModelUnreadable, match="safetensors on the hub"):
+            resolve_model("org/name")
+
+    def test_files_of_folders_are_left_out_but_how_a_model_pools(self, calls: list[dict[str, Any]]) -> None:
+        with pytest.raises(ModelUnreadable):
+            resolve_model("org/name")
+        files = ["config.json", "1_Pooling/config.json", "onnx/config.json", "consolidated.safetensors", "model.bin"]
+        patterns = {name: calls[0][name] for name in ("allow_patterns", "ignore_patterns")}
+        assert list(filter_repo_objects(files, **patterns)) == ["config.json", "1_Pooling/config.json"]
 
     def test_one_gguf(self, calls: list[dict[str, Any]], tmp_path: Path) -> None:
         (tmp_path / "q.Q4_0.gguf").write_bytes(b"GGUF")

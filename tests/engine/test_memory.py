@@ -82,8 +82,12 @@ def test_what_fits_and_what_a_step_reads() -> None:
     weights = sum(plan.weights.values()) - plan.weights["token vectors"]
     assert plan.step_bytes(1, 0) == weights
     assert plan.step_bytes(3, 100) == weights + 300 * LARGE.kv_bytes_per_token(2)
-    windowed = replace(LARGE, window=40, window_layers=tuple(range(16)))
-    assert plan_memory(run, CUDA, windowed).step_bytes(1, 100) == weights + 70 * LARGE.kv_bytes_per_token(2)
+    windowed = plan_memory(run, CUDA, replace(LARGE, window=40, window_layers=tuple(range(16))))
+    assert windowed.step_bytes(1, 100) == weights + 70 * LARGE.kv_bytes_per_token(2)
+    assert windowed.config.kind_pages == (100, 50)
+    assert [windowed.requests_of(length) for length in (17, 41, 160)] == [25, 16, 10]  # 2, 3 and 4 pages of windows
+    tied = plan_memory(run, CUDA, replace(LARGE, tie_embeddings=True))
+    assert tied.step_bytes(1, 0) == weights
 
 
 def test_experts_that_no_token_chose_are_not_read() -> None:

@@ -162,6 +162,7 @@ def test_damaged_bytes_never_end_in_another_error(tmp_path: Path) -> None:
     assert 10 < refused < 150
 
 
-def test_other_kinds_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{"kind": "unigram"}, {"treat_whitespace_as_suffix": True}])
+def test_other_kinds_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(ModelUnreadable, match="not of byte pairs"):
-        Tokenizer.load(train(tmp_path, kind="unigram"))
+        Tokenizer.load(train(tmp_path, **options))

@@ -87,6 +87,10 @@ def test_no_output_tensor_means_tied(tmp_path: Path) -> None:
             RopeSpec(kind="yarn", factor=2.0, original_max_position=128, attention_factor=0.05 * math.log(2) + 0.5),
         ),
         ({"rope.dimension_count": 8, "rope.freq_base": 500.0}, RopeSpec(theta=500.0, rotary_dim=8)),
+        (
+            {"rope.dimension_count": 30, "attention.key_length": 44, "attention.value_length": 44},
+            RopeSpec(rotary_dim=30),
+        ),
     ],
 )
 def test_rope_settings(tmp_path: Path, keys: dict[str, Any], expected: RopeSpec) -> None:

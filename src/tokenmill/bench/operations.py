@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tokenmill.attention.base import AttentionBackend, FusedAttention, GraphAttention, KVCache, RowLayout
 from tokenmill.config import ResolvedConfig
+from tokenmill.engine.device import COPY_BYTES
 from tokenmill.ops.api import Experts, HeadNorms, Hidden, Norm, Ops, Rotation
 from tokenmill.sampling.adjust import Upload
 from tokenmill.sampling.batch import Opening, SamplingTable
@@ -21,7 +22,6 @@ from tokenmill.types import SamplingParams
 
 ROTATED_BYTES = {"cpu": 2**26, "cuda": 2**28}  # several times the last cache
 MOST_COPIES = 64
-COPY_BYTES = {"cpu": 2**27, "cuda": 2**30}
 RAGGED = (64, 2048)  # tokens of context
 DRAWS = (
     ("sampling", SamplingParams(temperature=0.6, seed=0), False),

@@ -88,7 +88,8 @@ def finish_cuda_work() -> None:
 
 def measure_bandwidth(device: Literal["cpu", "cuda"]) -> float:
     """Bytes a second that a plain copy reads and writes, the best of a few."""
-    source = torch.ones(COPY_BYTES[device], dtype=torch.uint8, device=device)
+    free = _free_memory() if device == "cpu" else torch.cuda.mem_get_info()[0]
+    source = torch.ones(min(COPY_BYTES[device], free // 4), dtype=torch.uint8, device=device)
     target, best = torch.empty_like(source), 0.0
     for _ in range(PROBE_TRIALS):
         start = time.perf_counter()
