@@ -53,7 +53,7 @@ def plan(flags: PlanFlags) -> Iterator[str]:
     run = flags.run
     spec = read_shape(resolve_model(run.model.model, needs_weights=False))
     hardware = _hardware(run, flags)
-    found = plan_memory(run, hardware, spec, run.engine.tp)
+    found = plan_memory(run, hardware, spec)
     config, total = found.config, sum(found.weights.values())
     ranks = f", one of {run.engine.tp} ranks" if run.engine.tp > 1 else ""
     yield f"{run.model.model}: {spec.family}, {spec.num_layers} layers, {config.dtype}, {hardware.name}{ranks}"

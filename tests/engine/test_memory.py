@@ -55,10 +55,18 @@ def test_weights_are_those_of_the_file(tmp_path: Path, family: str) -> None:
 
 
 def test_ranks_share_the_weights() -> None:
-    one, half = (plan_memory(RunConfig(), CUDA, LARGE, size) for size in (1, 2))
+    one, half = (plan_memory(RunConfig(engine=EngineConfig(tp=size)), CUDA, LARGE) for size in (1, 2))
     assert {part: 2 * size for part, size in half.weights.items() if part != "norms"}.items() <= one.weights.items()
     assert half.num_kv_heads == 4
     assert half.config.num_pages > 2 * one.config.num_pages
+
+
+def test_ranks_share_a_processor() -> None:
+    small = replace(LARGE, hidden_size=64, intermediate_size=64, head_dim=16, max_position=10**6)
+    runs = [RunConfig(ModelConfig(dtype="float32"), EngineConfig(tp=size)) for size in (1, 2)]
+    one, half = (plan_memory(run, replace(CPU, num_threads=7), small) for run in runs)
+    assert (half.hardware.memory_bytes, half.config.threads) == (one.hardware.memory_bytes // 2, 3)
+    assert half.config.num_pages == one.config.num_pages  # half the memory, for half the heads
 
 
 def test_on_a_gpu_the_pool_is_what_weights_and_graphs_leave() -> None:

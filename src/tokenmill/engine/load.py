@@ -14,7 +14,7 @@ from tokenmill.config import ResolvedConfig, RunConfig, check_vocabulary, kv_byt
 from tokenmill.engine.compiler import Rehearsal
 from tokenmill.engine.device import finish_cuda_work, free_cuda_memory, measure_hardware, open_device
 from tokenmill.engine.engine import ModelEngine
-from tokenmill.engine.memory import resolve_beside, set_aside, share_of
+from tokenmill.engine.memory import part_of, resolve_beside, set_aside, share_of
 from tokenmill.engine.warm_up import WarmUp
 from tokenmill.errors import ConfigError
 from tokenmill.models.load import load_model, random_model
@@ -99,9 +99,7 @@ def _shared_hardware(hardware: HardwareInfo, group: Group, num_here: int) -> Har
     """
     if group.size == 1:
         return hardware
-    if hardware.device == "cpu":  # of which the ranks of a host have a part each
-        threads, memory = max(1, hardware.num_threads // num_here), hardware.memory_bytes // num_here
-        hardware = dataclasses.replace(hardware, num_threads=threads, memory_bytes=memory)
+    hardware = part_of(hardware, num_here)
     word = f"{hardware.device} {hardware.fastest_dtype} {hardware.memory_bytes}"
     devices, dtypes, memories = zip(*(its.split() for its in group.exchange("hardware", word)), strict=True)
     if len(set(devices)) > 1:

@@ -48,7 +48,7 @@ def resolve_beside(
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What one rank of `size` holds; sizes in bytes."""
+    """What one rank holds; sizes in bytes."""
 
     spec: ModelSpec
     config: ResolvedConfig
@@ -93,15 +93,25 @@ def share_of(spec: ModelSpec, size: int) -> ModelSpec:
     return replace(spec, num_heads=spec.num_heads // size, num_kv_heads=heads)
 
 
-def plan_memory(run: RunConfig, hardware: HardwareInfo, spec: ModelSpec, size: int = 1) -> MemoryPlan:
-    """What a rank of `size` would hold of a model; nothing is loaded.
+def part_of(hardware: HardwareInfo, ranks: int) -> HardwareInfo:
+    """What each of the ranks on a host has: of a CPU a part, of GPUs one of its own."""
+    if hardware.device != "cpu":
+        return hardware
+    threads, memory = max(1, hardware.num_threads // ranks), hardware.memory_bytes // ranks
+    return replace(hardware, num_threads=threads, memory_bytes=memory)
+
+
+def plan_memory(run: RunConfig, hardware: HardwareInfo, spec: ModelSpec) -> MemoryPlan:
+    """What a rank would hold of a model; nothing is loaded.
 
     Raises:
         ModelUnreadable: unknown family.
-        ConfigError: the model does not divide by `size`, or the configuration cannot work on this machine.
+        ConfigError: the model does not divide by --tp, or the configuration cannot work on this machine.
     """
     spec = spec.within(run.model.max_model_len)
+    size = run.engine.tp
     group, share = Group(0, size), share_of(spec, size)
+    hardware = part_of(hardware, size // run.engine.nnodes)
     config = resolve(run, hardware, share)
     dtype = getattr(torch, config.dtype)
     _, sources = build_model(spec, dtype, group, make_backends("reference", spec), None, torch.device("meta"))
