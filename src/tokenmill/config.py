@@ -93,6 +93,8 @@ class EngineConfig:
     """This host's number among --nnodes; number 0 answers HTTP."""
     rendezvous: str | None = None
     """HOST:PORT where host number 0 meets the others; the network between them must be private."""
+    peer_memory: bool = True
+    """Sum small tensors in memory that the GPUs of a host map from one another, not by NCCL."""
     rank_timeout: float = 8.0
     """Seconds without a sign of life from a process of --tp after which the server ends."""
     collective_timeout: float = 120.0

@@ -64,6 +64,10 @@ def load_engine(
             warm_up.begin(Rehearsal(spec, alone, config, ops, attention, torch.cuda.get_device_capability(device)))
         else:
             warm_up.cancel()
+        if device.type == "cuda" and group.size > 1 and run.engine.nnodes == 1 and run.engine.peer_memory:
+            from tokenmill.parallel.peers import with_peer_memory  # needs Triton
+
+            group = with_peer_memory(group, spec.hidden_size, dtype, device)
         started = time.perf_counter()
         options = {"dtype": dtype, "group": group, "attention": attention, "ops": ops, "device": device}
         with torch.inference_mode():

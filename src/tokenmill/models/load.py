@@ -70,7 +70,7 @@ def random_model(
     device: torch.device | None = None,
     seed: int = 0,
 ) -> CausalLM:
-    """A model with random weights, for benchmarks without a checkpoint.
+    """A model with random weights, for benchmarks without a checkpoint; the same for any number of ranks.
 
     Raises:
         ModelUnreadable: unknown family.
@@ -83,8 +83,11 @@ def random_model(
             source.target.fill_(1)
         else:
             bound = math.sqrt(3 / source.shape[-1])  # standard deviation 1 / sqrt(inputs)
+            # The whole tensor is drawn, so that all ranks draw alike, and together make the model that one makes.
+            whole = source.target.new_empty(source.shape).uniform_(-bound, bound, generator=generator)
             for its in (source, *source.others):
-                its.target.uniform_(-bound, bound, generator=generator)
+                rows = whole[its.rows.start : its.rows.stop]
+                its.target.copy_(rows if its.columns is None else rows[:, its.columns.start : its.columns.stop])
     return model
 
 
