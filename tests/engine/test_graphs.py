@@ -167,3 +167,32 @@ def test_steps_that_compute_for_long_get_no_graphs():
     sparse = replace(large, experts=ExpertsSpec(64, 2, 1024, shared_size=512, dense_layers=(0,)))
     assert sparse.weights_per_token() == 4096 * (32 * 80 * 128 + 3 * 14336 + 31 * 3 * (2 * 1024 + 512))
     assert most_graph_tokens(sparse, 8192) > most_graph_tokens(large, 8192)
+
+
+@pytest.mark.parametrize("others", [True, False])
+def test_graphs_are_captured_on_all_ranks_or_on_none(others):
+    asked, captured = [], []
+
+    def agree(wish):
+        asked.append(wish)
+        return wish and others
+
+    budget = CaptureBudget(RerunDevice(), lambda: True, agree, clock=lambda: 0.0)
+    assert budget.has_room is others
+    found = budget.capture(lambda: captured.append(1) or torch.zeros(1), "1 rows", step_waits=False)
+    assert (found is not None) is others
+    assert asked == [True, True]
+    asked.clear()
+    assert budget.has_room is others
+    assert asked == ([True] if others else [])
+
+
+def test_a_rank_without_memory_keeps_the_others_from_a_graph():
+    def fail():
+        raise torch.OutOfMemoryError("no")
+
+    wishes = []
+    budget = CaptureBudget(RerunDevice(), lambda: True, lambda wish: wishes.append(wish) or wish)
+    assert budget.capture(fail, "1 rows", step_waits=False) is None
+    assert wishes == [False]
+    assert not budget.has_room

@@ -21,7 +21,7 @@ from tokenmill.models import load as models_load
 from tokenmill.models.base import CausalLM
 from tokenmill.models.load import load_model, random_model
 from tokenmill.parallel.group import Group
-from tokenmill.spec import ModelSpec, RopeSpec
+from tokenmill.spec import ExpertsSpec, ModelSpec, RopeSpec
 from tokenmill.weights.checkpoint import open_checkpoint
 
 PROMPT = [10, 200, 30, 4, 99, 258, 17]
@@ -203,6 +203,18 @@ def test_random_models_are_repeatable_and_finite() -> None:
     assert torch.equal(first, again)
     assert first.isfinite().all()
     assert not torch.allclose(first, other)
+
+
+def test_ranks_draw_the_model_that_one_rank_does() -> None:
+    spec = ModelSpec("qwen3_moe", 51, 32, 48, 2, 4, 1, 8, 64, experts=ExpertsSpec(4, 2, 24, dense_layers=(0,)))
+    backend = make_backends("reference", spec)
+
+    def logits(group: Group) -> Tensor:
+        return logits_of(random_model(spec, dtype=torch.float32, group=group, attention=backend), [1, 2, 3])
+
+    expected = logits(Group.solo())
+    for found in run_ranks(2, logits):
+        torch.testing.assert_close(found, expected)
 
 
 def test_unknown_families_are_refused() -> None:

@@ -3,7 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenmill.errors import ConfigError
-from tokenmill.parallel.shard import Span, split_evenly, split_kv_heads, split_vocabulary
+from tokenmill.parallel.shard import Span, check_size, split_evenly, split_inner, split_kv_heads, split_vocabulary
+from tokenmill.spec import ExpertsSpec, ModelSpec
 
 
 @given(share=st.integers(1, 50), size=st.integers(1, 16))
@@ -55,3 +56,26 @@ def test_vocabulary_is_covered_once_and_fits_the_rows(vocab: int, size: int) -> 
 
 def test_scaled_counts_parts_of_each() -> None:
     assert Span(2, 5).scaled(64) == Span(128, 320)
+
+
+@given(total=st.integers(1, 4096), size=st.integers(1, 16))
+def test_inner_dimensions_are_covered_once_by_shares_that_are_near(total: int, size: int) -> None:
+    if total < size:
+        with pytest.raises(ConfigError, match="inner dimensions"):
+            split_inner(total, 0, size)
+        return
+    spans = [split_inner(total, rank, size) for rank in range(size)]
+    assert [i for span in spans for i in range(span.start, span.stop)] == list(range(total))
+    assert all(span.size for span in spans)
+    assert max(span.size for span in spans) - min(span.size for span in spans) <= 64
+
+
+def test_sizes_that_can_be_are_told() -> None:
+    smollm = ModelSpec("llama", 49152, 576, 1536, 30, 9, 3, 64, 8192)
+    for size in (1, 3, 9):
+        check_size(smollm, size)
+    with pytest.raises(ConfigError, match=r"9 attention heads .* over 2 ranks: for this model, --tp can be 1, 3, 9$"):
+        check_size(smollm, 2)
+    mixture = ModelSpec("qwen3_moe", 100, 64, 96, 2, 8, 2, 8, 64, experts=ExpertsSpec(4, 2, 4))
+    with pytest.raises(ConfigError, match=r"4 inner dimensions .* over 8 ranks: for this model, --tp can be 1, 2, 4$"):
+        check_size(mixture, 8)

@@ -29,9 +29,6 @@ class ThreadGroup(Group):
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
         return torch.cat(self._exchange(tensor), dim)
 
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        return tensor.copy_(self._exchange(tensor)[source])
-
     def _exchange(self, tensor: Tensor) -> list[Tensor]:
         self.board[self.rank] = tensor.clone()
         self.barrier.wait(60)
