@@ -67,7 +67,8 @@ def plan(flags: PlanFlags) -> Iterator[str]:
         yield f"K/V, bytes a token {found.kv_bytes(kind):9,}   {len(kind.layers)} layers, {what}"
         yield f"K/V pool: {pages:,} pages of {config.page_size}, {pages * config.page_size:,} tokens"
     yield f"longest request: {config.max_model_len:,} tokens; at most {config.max_running} run at once"
-    bandwidth = flags.bandwidth * 1e9 if flags.bandwidth else measure_bandwidth(config.device)
+    sharers = len(run.engine.ranks_here) if config.device == "cpu" else 1
+    bandwidth = flags.bandwidth * 1e9 if flags.bandwidth else measure_bandwidth(config.device) / sharers
     yield f"a step's floor, by what it reads at {bandwidth / 1e9:,.0f} GB/s" + (" (measured)" * (not flags.bandwidth))
     yield f"{'tokens':>9} {'fit':>6}  " + "  ".join(f"{f'{rows} rows':>10}" for rows in ROWS)
     lengths = (
