@@ -1,0 +1,142 @@
+// One pool of threads that run a step together: each phase's tasks are taken from a counter, barriers stand between.
+#pragma once
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+
+#define MAX_PHASES 16384  // of one step
+#define SPINS 4096
+
+typedef struct pool pool;
+typedef struct {
+    pool *pool;
+    int index, phase;
+    uint8_t *scratch;  // the thread's own, `scratch_bytes`
+    size_t scratch_bytes;
+} worker;
+typedef void (*step_function)(worker *, void *);
+
+struct pool {
+    int size;
+    worker *workers;
+    pthread_t *threads;
+    pthread_mutex_t mutex;
+    pthread_cond_t wakes;
+    step_function function;
+    void *argument;
+    _Atomic uint64_t generation;
+    _Atomic int arrived, done, is_closing;
+    _Atomic uint64_t barrier;
+    _Atomic int counters[MAX_PHASES];
+};
+
+static inline void relax(int *spins) {
+    if (++*spins < SPINS) {
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#endif
+    } else {
+        *spins = 0;
+        sched_yield();
+    }
+}
+
+// All threads reach it before any leaves it; the next phase begins.
+static void meet(worker *self) {
+    pool *all = self->pool;
+    self->phase++;
+    if (all->size == 1) return;
+    uint64_t before = atomic_load(&all->barrier);
+    if (atomic_fetch_add(&all->arrived, 1) == all->size - 1) {
+        atomic_store(&all->arrived, 0);
+        atomic_store(&all->barrier, before + 1);
+        return;
+    }
+    int spins = 0;
+    while (atomic_load_explicit(&all->barrier, memory_order_acquire) == before) relax(&spins);
+}
+
+// The first of `count` tasks of this phase that are not taken, of which `chunk` are now this thread's; -1: none.
+static inline int take(worker *self, int count, int chunk) {
+    int first = atomic_fetch_add(&self->pool->counters[self->phase], chunk);
+    return first < count ? first : -1;
+}
+
+static uint8_t *scratch_of(worker *self, size_t bytes) {
+    if (bytes > self->scratch_bytes) {
+        free(self->scratch);
+        self->scratch_bytes = (bytes + 4095) / 4096 * 4096;
+        self->scratch = aligned_alloc(64, self->scratch_bytes);
+        if (self->scratch == NULL) abort();
+    }
+    return self->scratch;
+}
+
+static void *serve(void *argument) {
+    worker *self = argument;
+    pool *all = self->pool;
+    uint64_t seen = 0;
+    for (;;) {
+        for (int spins = 0; atomic_load(&all->generation) == seen && spins < SPINS; spins++) {
+            int pause = 0;
+            relax(&pause);
+        }
+        pthread_mutex_lock(&all->mutex);
+        while (atomic_load(&all->generation) == seen) pthread_cond_wait(&all->wakes, &all->mutex);
+        pthread_mutex_unlock(&all->mutex);
+        seen = atomic_load(&all->generation);
+        if (atomic_load(&all->is_closing)) return NULL;
+        self->phase = 0;
+        all->function(self, all->argument);
+        atomic_fetch_add(&all->done, 1);
+    }
+}
+
+static void wake(pool *all) {
+    pthread_mutex_lock(&all->mutex);
+    atomic_fetch_add(&all->generation, 1);
+    pthread_cond_broadcast(&all->wakes);
+    pthread_mutex_unlock(&all->mutex);
+}
+
+// All threads run the function, this one too. One call at a time: the caller sees to it.
+static void run_all(pool *all, step_function function, void *argument, int phases) {
+    for (int i = 0; i < phases && i < MAX_PHASES; i++) atomic_store_explicit(&all->counters[i], 0, memory_order_relaxed);
+    all->function = function, all->argument = argument;
+    atomic_store(&all->done, 1);
+    if (all->size > 1) wake(all);
+    all->workers[0].phase = 0;
+    function(&all->workers[0], argument);
+    int spins = 0;
+    while (atomic_load(&all->done) < all->size) relax(&spins);
+}
+
+void pool_close(pool *all) {
+    atomic_store(&all->is_closing, 1);
+    wake(all);
+    for (int i = 1; i < all->size; i++) {
+        if (all->threads[i]) pthread_join(all->threads[i], NULL);
+    }
+    for (int i = 0; i < all->size; i++) free(all->workers[i].scratch);
+    free(all->workers), free(all->threads), free(all);
+}
+
+pool *pool_open(int size) {
+    pool *all = calloc(1, sizeof *all);
+    all->workers = calloc(size, sizeof *all->workers);
+    all->threads = calloc(size, sizeof *all->threads);
+    pthread_mutex_init(&all->mutex, NULL), pthread_cond_init(&all->wakes, NULL);
+    all->size = size;
+    for (int i = 0; i < size; i++) all->workers[i] = (worker){.pool = all, .index = i};
+    for (int i = 1; i < size; i++) {
+        if (pthread_create(&all->threads[i], NULL, serve, &all->workers[i])) {
+            all->size = i;
+            pool_close(all);
+            return NULL;
+        }
+    }
+    return all;
+}
