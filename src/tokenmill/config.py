@@ -47,6 +47,9 @@ class ModelConfig:
     """Alias, local folder, local .gguf file, or hub id."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the weights; auto is the faster of the two on this processor."""
+    quantization: Literal["auto", "none", "int8", "int4"] = "auto"
+    """How the CPU keeps weights: auto as quantised files have them (unless --dtype is given), none expanded to --dtype;
+    int8 and int4 also pack plain numbers."""
     max_model_len: int | None = None
     """Longest prompt plus output in tokens; auto is what the model and the K/V pool allow."""
     random_weights: bool = False

@@ -15,9 +15,12 @@ from tokenmill.engine.compiler import Rehearsal
 from tokenmill.engine.device import finish_cuda_work, free_cuda_memory, measure_hardware, open_device
 from tokenmill.engine.engine import ModelEngine
 from tokenmill.engine.memory import part_of, resolve_beside, set_aside, share_of
+from tokenmill.engine.packing import BITS, find_library
 from tokenmill.engine.warm_up import WarmUp
 from tokenmill.errors import ConfigError
-from tokenmill.models.load import load_model, random_model
+from tokenmill.models.base import CausalLM
+from tokenmill.models.load import load_model, load_packed, random_model
+from tokenmill.ops.cpu.kernels import CpuKernels
 from tokenmill.ops.select import make_ops
 from tokenmill.parallel.group import Group
 from tokenmill.sampling.grammar import MatcherSource
@@ -53,6 +56,10 @@ def load_engine(
         spec = spec.within(run.model.max_model_len)
         checkpoint = None if checkpoint is None else dataclasses.replace(checkpoint, spec=spec)
         check_vocabulary(num_tokens, spec.vocab_size)
+        library = find_library(run, hardware, checkpoint, group)
+        if library is not None and run.engine.kv_dtype == "auto":
+            kv_dtype = "bfloat16" if run.model.dtype == "auto" else run.model.dtype
+            run = dataclasses.replace(run, engine=dataclasses.replace(run.engine, kv_dtype=kv_dtype))
         share = share_of(spec, group.size)
         config = resolve(run, hardware, share)  # what cannot work is refused before the weights are read
         torch.set_num_threads(config.threads)
@@ -70,8 +77,15 @@ def load_engine(
             group = with_peer_memory(group, spec.hidden_size, dtype, device)
         started = time.perf_counter()
         options = {"dtype": dtype, "group": group, "attention": attention, "ops": ops, "device": device}
+        model: CausalLM
         with torch.inference_mode():
-            model = random_model(spec, **options) if checkpoint is None else load_model(checkpoint, **options)
+            if checkpoint is None:
+                model = random_model(spec, **options)
+            elif library is None:
+                model = load_model(checkpoint, **options)
+            else:
+                packed = load_packed(checkpoint, CpuKernels(library, config.threads), BITS.get(run.model.quantization))
+                model, attention = packed, (packed.attention(),)
         log.info("weights loaded in %.1f s", time.perf_counter() - started)
         if config.device == "cuda":
             log.info("%d MiB of device memory set aside for CUDA graphs and sampling", set_aside(config, spec) >> 20)

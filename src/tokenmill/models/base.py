@@ -57,3 +57,9 @@ class WeightSource(Protocol):
 
     def read(self, name: str, start: int, stop: int, *, is_pinned: bool = False) -> Tensor:
         """Rows start .. stop - 1 of a tensor, [rows, ...] of a floating type; called by several threads."""
+
+    def kind(self, name: str) -> str:
+        """The quantised type of a tensor as GGUF calls it, such as Q4_1; empty: it holds plain numbers."""
+
+    def read_packed(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows start .. stop - 1 of a tensor as they are in the file, [rows, bytes] uint8; as `read`."""

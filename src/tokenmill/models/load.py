@@ -10,12 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from tokenmill.attention.base import AttentionBackend
+from tokenmill.attention.select import make_backends
 from tokenmill.errors import ModelUnreadable, StartFailed
 from tokenmill.layers.build import Build, Source, Sources
 from tokenmill.models.base import CausalLM, WeightSource
 from tokenmill.models.decoder import Decoder
 from tokenmill.models.families import FAMILIES
+from tokenmill.models.packed import PackedDecoder
 from tokenmill.ops.api import Ops
+from tokenmill.ops.cpu.kernels import CpuKernels
 from tokenmill.ops.select import make_ops
 from tokenmill.parallel.group import Group
 from tokenmill.spec import ModelSpec
@@ -58,6 +61,22 @@ def load_model(
         raise StartFailed(f"no memory for the model's {size / 2**30:.1f} GiB: free some, or take a smaller") from error
     _fill(sources, checkpoint)
     return model
+
+
+def load_packed(checkpoint: WeightSource, kernels: CpuKernels, bits: int | None) -> PackedDecoder:
+    """The model of a checkpoint for which there is nothing `why_not_packed`.
+
+    Raises ModelUnreadable: tensors are missing, unexpected, of the wrong shape, or unreadable.
+    """
+    spec = checkpoint.spec
+    backends, meta = make_backends("reference", spec), torch.device("meta")
+    _check(
+        checkpoint.name,
+        checkpoint.shapes,
+        build_model(spec, torch.float32, Group.solo(), backends, None, meta)[1],
+        spec,
+    )
+    return PackedDecoder(checkpoint, kernels, bits)
 
 
 def random_model(

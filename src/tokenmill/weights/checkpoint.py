@@ -40,6 +40,14 @@ class Checkpoint:
         """
         return self.stored[name].read(start, stop, is_pinned=is_pinned)
 
+    def kind(self, name: str) -> str:
+        """The quantised type of a tensor as GGUF calls it; empty: it holds plain numbers."""
+        return self.stored[name].kind
+
+    def read_packed(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows start .. stop - 1 of a tensor as they are in the file, [rows, bytes] uint8. Raises as `read`."""
+        return self.stored[name].read_packed(start, stop)
+
 
 def read_shape(path: Path) -> ModelSpec:
     """The model's shape, of a folder from config.json alone. Raises as `open_checkpoint`."""

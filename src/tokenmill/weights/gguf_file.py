@@ -128,7 +128,8 @@ def _stored(path: Path, info: TensorInfo) -> StoredTensor:
     if not info.shape or not info.shape[0] or not columns or columns % block_size:
         raise ModelUnreadable(f"{path}: tensor {info.name} of type {kind} cannot have the shape {list(info.shape)}")
     decode = float_decoder(getattr(torch, FLOATS[kind])) if kind in FLOATS else _dequantiser(info.kind)
-    return StoredTensor(path, info.offset, info.shape, columns // block_size * block_bytes, decode)
+    row_bytes, quantised = columns // block_size * block_bytes, "" if kind in FLOATS else kind
+    return StoredTensor(path, info.offset, info.shape, row_bytes, decode, kind=quantised)
 
 
 def _dequantiser(kind: int) -> Callable[[Tensor], Tensor]:

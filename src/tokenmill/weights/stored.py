@@ -28,6 +28,7 @@ class StoredTensor:
     row_bytes: int
     decode: Callable[[Tensor], Tensor]  # [rows, row_bytes] uint8 to [rows, columns]
     paired_head_dim: int = 0
+    kind: str = ""  # the quantised type as GGUF calls it
 
     @property
     def end(self) -> int:
@@ -49,14 +50,17 @@ class StoredTensor:
 
         Raises ModelUnreadable: the file cannot be read, or is truncated.
         """
+        rows = self.read_packed(start, stop, is_pinned=is_pinned)
+        return self.decode(rows).reshape(stop - start, *self.shape[1:])
+
+    def read_packed(self, start: int, stop: int, *, is_pinned: bool = False) -> Tensor:
+        """The bytes of rows start .. stop - 1 in their own order, [rows, row_bytes]. Raises as `read`."""
         dim = self.paired_head_dim
         if not dim:
-            rows = self._read_bytes(start, stop, is_pinned)
-        else:
-            first, last = start // dim * dim, -(-stop // dim) * dim
-            heads = self._read_bytes(first, last, False).view(-1, dim // 2, 2, self.row_bytes)
-            rows = heads.transpose(1, 2).reshape(last - first, self.row_bytes)[start - first : stop - first]
-        return self.decode(rows).reshape(stop - start, *self.shape[1:])
+            return self._read_bytes(start, stop, is_pinned)
+        first, last = start // dim * dim, -(-stop // dim) * dim
+        heads = self._read_bytes(first, last, False).view(-1, dim // 2, 2, self.row_bytes)
+        return heads.transpose(1, 2).reshape(last - first, self.row_bytes)[start - first : stop - first]
 
     def _read_bytes(self, start: int, stop: int, is_pinned: bool) -> Tensor:
         rows = torch.empty((stop - start, self.row_bytes), dtype=torch.uint8, pin_memory=is_pinned)

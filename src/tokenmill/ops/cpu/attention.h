@@ -166,5 +166,5 @@ static void attend(worker *self, const attention_plan *p, const float *query, si
             attend_queries(p, row, kv_head, block * LANES, length * group, its, stride, keys, values, to, scratch);
         }
     }
-    meet(self);
+    meet(self, tasks);
 }

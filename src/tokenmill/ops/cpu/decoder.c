@@ -83,12 +83,12 @@ static void run_step(worker *self, void *argument) {
     const step *s = r->step;
     int tokens = s->tokens, width = (m->heads + 2 * m->kv_heads) * m->dim, mixed = m->heads * m->dim;
     for (int token; (token = take(self, tokens, 1)) >= 0;) begin_token(r, token);
-    meet(self);
+    meet(self, tokens);
     for (const layer *l = m->layers; l < m->layers + m->num_layers; l++) {
         rows_of_bytes x = quantise(self, r->bytes, r->x, l->attention_norm, m->eps, tokens, m->hidden);
         products(self, l->qkv, 3, x, tokens, r->qkv, width, 0);
         for (int token; (token = take(self, tokens, 1)) >= 0;) prepare_token(r, l, token);
-        meet(self);
+        meet(self, tokens);
         attend(self, &s->attention, r->qkv, width, l->keys, l->values, r->mixed);
         x = quantise(self, r->bytes, r->mixed, NULL, 0, tokens, mixed);
         products(self, &l->output, 1, x, tokens, r->x, m->hidden, 1);
@@ -99,7 +99,7 @@ static void run_step(worker *self, void *argument) {
     }
     for (int row; (row = take(self, s->sampled, 1)) >= 0;)
         memcpy(s->states + (size_t)row * m->hidden, r->x + (size_t)s->drawing[row] * m->hidden, 4 * m->hidden);
-    meet(self);
+    meet(self, s->sampled);
     if (s->logits == NULL || !s->sampled) return;
     rows_of_bytes x = quantise(self, r->bytes, s->states, m->final_norm, m->eps, s->sampled, m->hidden);
     products(self, &m->logits, 1, x, s->sampled, s->logits, m->logits.lines, 0);

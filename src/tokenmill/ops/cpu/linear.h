@@ -138,7 +138,7 @@ static rows_of_bytes quantise(worker *self, uint8_t *shared, const float *x, con
     }
     for (int row; (row = take(self, rows, 1)) >= 0;)
         quantise_row(x + (size_t)row * inputs, norm, eps, inputs, out, row);
-    meet(self);
+    meet(self, rows);
     return out;
 }
 
@@ -171,7 +171,7 @@ static void products(worker *self, const matrix *m, int count, rows_of_bytes x, 
             }
         }
     }
-    meet(self);
+    meet(self, tiles);
 }
 
 // y [rows, lines] = silu(x times gate) * (x times up). Ends the phase.
@@ -193,11 +193,15 @@ static void gated(worker *self, const matrix *m, rows_of_bytes x, int rows, floa
             }
         }
     }
-    meet(self);
+    meet(self, tiles);
 }
 
-// Number `input` of line `line`.
-static void embed_row(const matrix *m, int line, float *out) {
+// The numbers of a line; of one that there is not, zeros.
+static void embed_row(const matrix *m, int64_t line, float *out) {
+    if (line < 0 || line >= m->lines) {
+        memset(out, 0, 4 * m->inputs);
+        return;
+    }
     const uint8_t *w = m->data + line / LANES * tile_bytes(m);
     int lane = line % LANES;
     for (int i = 0; i < m->inputs; i += BLOCK, w += m->bits == 4 ? BYTES_4 : BYTES_8) {

@@ -1,4 +1,5 @@
-// One pool of threads that run a step together: each phase's tasks are taken from a counter, barriers stand between.
+// One pool of threads that run a step together. A phase's tasks are taken from a counter, and the next phase begins
+// when all are finished: a thread that comes late, or loses its core between tasks, holds no one up.
 #pragma once
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -13,8 +14,8 @@
 typedef struct pool pool;
 typedef struct {
     pool *pool;
-    int index, phase;
-    uint8_t *scratch;  // the thread's own, `scratch_bytes`
+    int index, phase, held;  // held: tasks that this thread has taken and not finished
+    uint8_t *scratch;        // the thread's own, `scratch_bytes`
     size_t scratch_bytes;
 } worker;
 typedef void (*step_function)(worker *, void *);
@@ -28,9 +29,10 @@ struct pool {
     step_function function;
     void *argument;
     _Atomic uint64_t generation;
-    _Atomic int arrived, done, is_closing;
-    _Atomic uint64_t barrier;
-    _Atomic int counters[MAX_PHASES];
+    _Atomic int is_open, inside, is_closing;  // helpers may join the step; those that have
+    struct {
+        _Atomic int taken, finished;
+    } phases[MAX_PHASES];
 };
 
 static inline void relax(int *spins) {
@@ -44,25 +46,22 @@ static inline void relax(int *spins) {
     }
 }
 
-// All threads reach it before any leaves it; the next phase begins.
-static void meet(worker *self) {
-    pool *all = self->pool;
-    self->phase++;
-    if (all->size == 1) return;
-    uint64_t before = atomic_load(&all->barrier);
-    if (atomic_fetch_add(&all->arrived, 1) == all->size - 1) {
-        atomic_store(&all->arrived, 0);
-        atomic_store(&all->barrier, before + 1);
-        return;
-    }
-    int spins = 0;
-    while (atomic_load_explicit(&all->barrier, memory_order_acquire) == before) relax(&spins);
+// The first of `count` tasks of this phase that are not taken, of which `chunk` are now this thread's; -1: none.
+// Those that it had are finished.
+static inline int take(worker *self, int count, int chunk) {
+    __auto_type phase = &self->pool->phases[self->phase];
+    if (self->held) atomic_fetch_add(&phase->finished, self->held);
+    int first = atomic_load(&phase->taken) < count ? atomic_fetch_add(&phase->taken, chunk) : count;
+    self->held = first >= count ? 0 : count - first < chunk ? count - first : chunk;
+    return self->held ? first : -1;
 }
 
-// The first of `count` tasks of this phase that are not taken, of which `chunk` are now this thread's; -1: none.
-static inline int take(worker *self, int count, int chunk) {
-    int first = atomic_fetch_add(&self->pool->counters[self->phase], chunk);
-    return first < count ? first : -1;
+// Waits until all tasks of the phase are finished; the next begins. A late thread finds that so, and what it computed
+// before is of no use to anyone.
+static void meet(worker *self, int count) {
+    int spins = 0;
+    while (atomic_load(&self->pool->phases[self->phase].finished) < count) relax(&spins);
+    self->phase++;
 }
 
 static uint8_t *scratch_of(worker *self, size_t bytes) {
@@ -89,9 +88,12 @@ static void *serve(void *argument) {
         pthread_mutex_unlock(&all->mutex);
         seen = atomic_load(&all->generation);
         if (atomic_load(&all->is_closing)) return NULL;
-        self->phase = 0;
-        all->function(self, all->argument);
-        atomic_fetch_add(&all->done, 1);
+        atomic_fetch_add(&all->inside, 1);  // before it looks: from then on the step's memory stays
+        if (atomic_load(&all->is_open)) {
+            self->phase = self->held = 0;
+            all->function(self, all->argument);
+        }
+        atomic_fetch_sub(&all->inside, 1);
     }
 }
 
@@ -102,16 +104,20 @@ static void wake(pool *all) {
     pthread_mutex_unlock(&all->mutex);
 }
 
-// All threads run the function, this one too. One call at a time: the caller sees to it.
+// This thread runs the function, and so do the others if they come in time. One call at a time: the caller sees to it.
 static void run_all(pool *all, step_function function, void *argument, int phases) {
-    for (int i = 0; i < phases && i < MAX_PHASES; i++) atomic_store_explicit(&all->counters[i], 0, memory_order_relaxed);
+    for (int i = 0; i < phases; i++) {
+        atomic_store_explicit(&all->phases[i].taken, 0, memory_order_relaxed);
+        atomic_store_explicit(&all->phases[i].finished, 0, memory_order_relaxed);
+    }
     all->function = function, all->argument = argument;
-    atomic_store(&all->done, 1);
+    atomic_store(&all->is_open, 1);
     if (all->size > 1) wake(all);
-    all->workers[0].phase = 0;
+    all->workers[0].phase = all->workers[0].held = 0;
     function(&all->workers[0], argument);
+    atomic_store(&all->is_open, 0);
     int spins = 0;
-    while (atomic_load(&all->done) < all->size) relax(&spins);
+    while (atomic_load(&all->inside)) relax(&spins);
 }
 
 void pool_close(pool *all) {
