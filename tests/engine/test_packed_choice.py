@@ -13,7 +13,8 @@ from gguf import GGMLQuantizationType
 from tests.support.families import make_family
 from tests.weights.gguf_convert import convert
 from tokenmill.config import EngineConfig, ModelConfig, RunConfig, SchedulerConfig
-from tokenmill.engine.load import find_library, load_engine
+from tokenmill.engine.load import load_engine
+from tokenmill.engine.packing import find_library
 from tokenmill.errors import ConfigError
 from tokenmill.ops.cpu.kernels import COMPILERS
 from tokenmill.parallel.group import Group

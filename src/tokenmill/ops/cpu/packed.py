@@ -43,7 +43,8 @@ class PackedMatrix:
         bits, lines, inputs = self.struct.bits, self.struct.lines, self.struct.inputs
         blocks = self.data.view(-1, inputs // BLOCK, BLOCK_BYTES[bits])  # [tiles, blocks, bytes]
         scales = blocks[..., :32].view(torch.float16).float()  # [tiles, blocks, 16]
-        numbers = blocks[..., 64 if bits == 4 else 32 :].unflatten(2, (-1, LANES, 4))  # [tiles, blocks, groups, 16, 4]
+        numbers = blocks[..., 64 if bits == 4 else 32 :]
+        numbers = numbers.reshape(*blocks.shape[:2], -1, LANES, 4)  # [tiles, blocks, groups, 16, 4]
         least = blocks[..., 32:64].view(torch.float16).float() if bits == 4 else -128 * scales
         if bits == 4:
             numbers = torch.cat((numbers & 15, numbers >> 4), dim=2)
@@ -54,7 +55,7 @@ class PackedMatrix:
 
 def reference_linear(matrix: PackedMatrix, x: Tensor) -> Tensor:
     """The twin of `CpuKernels.linear`: x [rows, inputs] in bytes by blocks of 32, times the expanded matrix."""
-    blocks = x.unflatten(1, (-1, BLOCK))
+    blocks = x.view(len(x), -1, BLOCK)
     scales = blocks.abs().amax(2, keepdim=True) / 127
     rounded = (blocks / scales.clamp_min(1e-30)).round() * scales
     product = rounded.flatten(1).double() @ matrix.expanded().double().T
