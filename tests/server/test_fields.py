@@ -215,7 +215,9 @@ def test_openapi_shows_the_tables() -> None:
         schema = shown["requestBody"]["content"]["application/json"]["schema"]
         assert schema["properties"] == in_floats(api.request.schema["properties"])
         assert schema["additionalProperties"] is False
-        answer = shown["responses"]["200"]["content"]["application/json"]["schema"]
+        kinds = shown["responses"]["200"]["content"]
+        assert ("text/event-stream" in kinds) is ("stream" in api.request.fields)
+        answer = kinds["application/json"]["schema"]
         assert answer == in_floats(next(iter(api.answers.values())).schema)
 
 
