@@ -19,6 +19,7 @@ from tokenmill import LLM, SamplingParams
 from tokenmill.config import EngineConfig
 from tokenmill.errors import ConfigError, RankLost, TokenmillError
 from tokenmill.hub import resolve_model
+from tokenmill.types import StructuredOutputs
 
 pytestmark = pytest.mark.server
 PROMPTS = [[5 + index, 6, 7, 8] * (1 + 3 * index) for index in range(6)]
@@ -102,6 +103,24 @@ def test_numbers_of_another_type_are_the_same_on_all_ranks(pair: LLM) -> None:
     )
 
 
+def test_all_that_a_request_may_ask_for_is_the_same(pair: LLM, tmp_path: Path) -> None:
+    wishes = [
+        SamplingParams(temperature=0, max_tokens=9, structured_outputs=StructuredOutputs(choice=["yes", "no way"])),
+        SamplingParams(temperature=1, seed=3, max_tokens=9, logit_bias={70: 5.5}, frequency_penalty=1, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=2, logprobs=1, ignore_eos=True),
+        SamplingParams(temperature=1, seed=4, top_k=5, top_p=0.9, max_tokens=9, ignore_eos=True),
+    ]
+    prompts = [[at + 9] * (20 + at) for at in range(len(wishes))]
+    with open_llm(make_tiny_llama(tmp_path), 1) as one:
+        for found, expected in zip(pair.generate(prompts, wishes), one.generate(prompts, wishes), strict=True):
+            assert found.choices[0].token_ids == expected.choices[0].token_ids
+            assert found.text == expected.text
+            assert str(found.prompt_logprobs)[:40] == str(expected.prompt_logprobs)[:40]
+        assert pair.embed([[5, 6, 7]], pooling="mean")[0] == pytest.approx(
+            one.embed([[5, 6, 7]], pooling="mean")[0], abs=1e-5
+        )
+
+
 def test_seeded_draws_are_those_of_one_rank(pair: LLM, tmp_path: Path) -> None:
     params = SamplingParams(temperature=1.0, seed=7, max_tokens=10, ignore_eos=True, logprobs=2)
     with open_llm(make_tiny_llama(tmp_path), 1) as one:
@@ -113,7 +132,7 @@ def test_seeded_draws_are_those_of_one_rank(pair: LLM, tmp_path: Path) -> None:
     [(signal.SIGKILL, "the scheduler-1 process has ended: killed by SIGKILL"), (signal.SIGSTOP, "rank 1 has given no")],
 )
 def test_a_lost_rank_is_named(tmp_path: Path, number: int, words: str) -> None:
-    with open_llm(make_tiny_llama(tmp_path), 2, rank_timeout=1.0) as llm:
+    with open_llm(make_tiny_llama(tmp_path), 2, rank_timeout=3.0) as llm:
         stream = llm.stream([5, 6, 7], ENDLESS)
         next(stream)
         os.kill(llm._followers._pids[0], number)

@@ -42,13 +42,13 @@ def test_two_servers_of_two_ranks_answer_as_one_rank_does(tiny: Path, server: Se
     ("number", "victim", "words"),
     [
         (signal.SIGKILL, 1, "the scheduler-1 process has ended: killed by SIGKILL"),
-        (signal.SIGSTOP, 1, "rank 1 has given no sign of life for 1 s"),
-        (signal.SIGSTOP, 0, "rank 0 has given no sign of life for 1 s"),
+        (signal.SIGSTOP, 1, "rank 1 has given no sign of life for 3 s"),
+        (signal.SIGSTOP, 0, "rank 0 has given no sign of life for 3 s"),
     ],
 )
 def test_a_rank_that_dies_or_hangs_ends_the_server(tiny: Path, number: int, victim: int, words: str) -> None:
     with (
-        serving(tiny, *FLAGS, "--num-pages", "2200", "--tp", "2", "--rank-timeout", "1") as server,
+        serving(tiny, *FLAGS, "--num-pages", "2200", "--tp", "2", "--rank-timeout", "3") as server,
         streaming(server) as events,
     ):
         server.children[f"tm-scheduler-{victim}"].send_signal(number)
@@ -61,7 +61,7 @@ def test_ranks_on_two_hosts_answer_together_and_end_together(tiny: Path, server:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         place = f"127.0.0.1:{probe.getsockname()[1]}"
-    flags = (*FLAGS, "--tp", "2", "--nnodes", "2", "--rendezvous", place, "--rank-timeout", "2")
+    flags = (*FLAGS, "--tp", "2", "--nnodes", "2", "--rendezvous", place, "--rank-timeout", "4")
     command = [sys.executable, "-m", "tokenmill", "serve", str(tiny), *flags, "--node-rank", "1"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as other:
         try:
@@ -72,6 +72,6 @@ def test_ranks_on_two_hosts_answer_together_and_end_together(tiny: Path, server:
                 assert leader.end(signal.SIGTERM) == 0
             _, log = other.communicate(timeout=PATIENCE)
             assert other.returncode == 1
-            assert "rank 0 has given no sign of life for 2 s" in log
+            assert "rank 0 has given no sign of life for 4 s" in log
         finally:
             other.kill()

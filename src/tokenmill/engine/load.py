@@ -74,7 +74,8 @@ def load_engine(
         if device.type == "cuda" and group.size > 1 and run.engine.nnodes == 1 and run.engine.peer_memory:
             from tokenmill.parallel.peers import with_peer_memory  # needs Triton
 
-            group = with_peer_memory(group, spec.hidden_size, dtype, device)
+            own = torch.device("cuda", torch.cuda.current_device())
+            group = with_peer_memory(group, spec.hidden_size, dtype, own)
         started = time.perf_counter()
         options = {"dtype": dtype, "group": group, "attention": attention, "ops": ops, "device": device}
         model: CausalLM

@@ -96,9 +96,8 @@ def _meet(place: Place) -> Any:
         return TCPStore(LOOPBACK, int(note.get("port")), None, False, timeout, wait_for_workers=False)
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
-        raise ConfigError(
-            f"rank {place.rank} cannot meet the others at {place.rendezvous or LOOPBACK}: {reason}"
-        ) from None
+        where = "{}:{}".format(*place.rendezvous) if place.rendezvous else LOOPBACK
+        raise ConfigError(f"rank {place.rank} cannot meet the others at {where}: {reason}") from None
 
 
 def _nccl(store: Any, place: Place, limit: timedelta) -> Any:
