@@ -19,6 +19,7 @@ from tokenmill import LLM, SamplingParams
 from tokenmill.config import EngineConfig
 from tokenmill.errors import ConfigError, RankLost, TokenmillError
 from tokenmill.hub import resolve_model
+from tokenmill.parallel.place import meeting_place, ranks_here
 from tokenmill.types import StructuredOutputs
 
 pytestmark = pytest.mark.server
@@ -162,10 +163,10 @@ def test_sizes_that_cannot_be_are_refused_with_those_that_can(tmp_path: Path) ->
 )
 def test_places_that_cannot_be_are_refused(flags: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        _ = EngineConfig(**flags).meeting_place
+        _ = meeting_place(EngineConfig(**flags))
 
 
 def test_hosts_share_the_ranks() -> None:
     config = EngineConfig(tp=4, nnodes=2, node_rank=1, rendezvous="[::1]:29500")
-    assert list(config.ranks_here) == [2, 3]
-    assert config.meeting_place == ("::1", 29500)
+    assert list(ranks_here(config)) == [2, 3]
+    assert meeting_place(config) == ("::1", 29500)

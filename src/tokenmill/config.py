@@ -103,34 +103,6 @@ class EngineConfig:
     collective_timeout: float = 120.0
     """Seconds that processes of --tp may wait for one another within a step."""
 
-    @property
-    def ranks_here(self) -> range:
-        """The ranks of this host."""
-        share = self.tp // self.nnodes
-        return range(self.node_rank * share, (self.node_rank + 1) * share)
-
-    @property
-    def meeting_place(self) -> tuple[str, int] | None:
-        """Host and port of the rendezvous; None: all ranks are on this host.
-
-        Raises ConfigError: the flags that say where ranks are cannot work.
-        """
-        for flag, value in (("--tp", self.tp), ("--nnodes", self.nnodes)):
-            check_range(flag, value, 1, 1024)
-        check_range("--node-rank", self.node_rank, 0, self.nnodes - 1)
-        for flag, seconds in (("--rank-timeout", self.rank_timeout), ("--collective-timeout", self.collective_timeout)):
-            check_range(flag, seconds, 0.1)
-        if self.tp % self.nnodes:
-            raise ConfigError(f"--tp {self.tp} cannot be spread evenly over --nnodes {self.nnodes}: choose a multiple")
-        if (self.nnodes > 1) != (self.rendezvous is not None):
-            raise ConfigError("--nnodes over 1 and --rendezvous HOST:PORT need one another: give both, or neither")
-        if self.rendezvous is None:
-            return None
-        host, _, port = self.rendezvous.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ConfigError(f"--rendezvous must be HOST:PORT, not {self.rendezvous!r}")
-        return host.strip("[]"), int(port)
-
 
 @dataclass(frozen=True)
 class SchedulerConfig:

@@ -391,12 +391,10 @@ class LLM:
                 self._turn()
 
 
-def _run_config(model: str | Path | RunConfig, options: dict[str, Any]) -> RunConfig:
+def _run_config(model: str | Path | RunConfig, options: Mapping[str, Any]) -> RunConfig:
     """Options by field name, each given to the config that has the field."""
     run = model if isinstance(model, RunConfig) else RunConfig(ModelConfig(str(model)))
-    if "tensor_parallel_size" in options:
-        options = {**options, "tp": options["tensor_parallel_size"]}
-        del options["tensor_parallel_size"]
+    options = {"tp" if name == "tensor_parallel_size" else name: value for name, value in options.items()}
     owners = {option.name: part for part, config in vars(run).items() for option in dataclasses.fields(config)}
     unknown = [name for name in options if name not in owners]
     if unknown:

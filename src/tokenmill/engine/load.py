@@ -23,6 +23,7 @@ from tokenmill.models.load import load_model, load_packed, random_model
 from tokenmill.ops.cpu.kernels import CpuKernels
 from tokenmill.ops.select import make_ops
 from tokenmill.parallel.group import Group
+from tokenmill.parallel.place import ranks_here
 from tokenmill.sampling.grammar import MatcherSource
 from tokenmill.spec import HardwareInfo, ModelSpec
 from tokenmill.weights.checkpoint import open_checkpoint, read_shape
@@ -50,7 +51,7 @@ def load_engine(
         raise ConfigError("--tp is not for this command: leave it out")
     warm_up = warm_up or WarmUp(run, path)
     try:
-        hardware = _shared_hardware(measure_hardware(run.engine.device), group, len(run.engine.ranks_here))
+        hardware = _shared_hardware(measure_hardware(run.engine.device), group, len(ranks_here(run.engine)))
         checkpoint = None if run.model.random_weights else open_checkpoint(path)
         spec = read_shape(path) if checkpoint is None else checkpoint.spec
         spec = spec.within(run.model.max_model_len)

@@ -24,6 +24,7 @@ from tokenmill import log
 from tokenmill.config import RunConfig, ServerConfig, check_range, check_vocabulary
 from tokenmill.errors import ConfigError
 from tokenmill.hub import resolve_model
+from tokenmill.parallel.place import meeting_place, ranks_here
 from tokenmill.procs import ProcessPlan, Supervisor, private_directory
 from tokenmill.sched.policy_file import load_policy
 from tokenmill.server.keys import read_keys
@@ -83,7 +84,7 @@ def serve(run: RunConfig, server: ServerConfig, planner: Planner = plan_processe
     began = time.monotonic()
     for name, (least, most) in RANGES.items():
         check_range(f"--{name.replace('_', '-')}", getattr(server, name), least, most)
-    if run.engine.meeting_place is not None and run.engine.node_rank > 0:
+    if meeting_place(run.engine) is not None and run.engine.node_rank > 0:
         return serve_ranks(run, server)
     keys = read_keys(server.api_key, server.api_key_file)
     check_tls(server.tls_cert, server.tls_key)
@@ -124,7 +125,7 @@ def serve_ranks(run: RunConfig, server: ServerConfig) -> int:
         return 0 if died is None else 1
 
     with started(run, server, plan_host, "uvloop") as engine:
-        ranks = run.engine.ranks_here
+        ranks = ranks_here(run.engine)
         print(f"tokenmill: ranks {ranks.start} to {ranks.stop - 1} of {run.engine.tp} ready; Ctrl-C stops", flush=True)
         return asyncio.run(watch(engine.supervisor))
 
@@ -144,6 +145,7 @@ def started(run: RunConfig, server: ServerConfig, planner: Planner, meanwhile: s
 
     Raises as `serve`.
     """
+    meeting_place(run.engine)
     load_policy(run.scheduler.policy)  # the scheduler does it too, seconds later
     with _terminate_as_interrupt(), private_directory() as directory:
         model = resolve_model(run.model.model, needs_weights=not run.model.random_weights)

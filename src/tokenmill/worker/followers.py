@@ -16,6 +16,7 @@ import zmq
 from tokenmill.config import RunConfig
 from tokenmill.errors import ConfigError, RankLost
 from tokenmill.parallel.group import Group
+from tokenmill.parallel.place import meeting_place
 from tokenmill.procs import Supervisor, private_directory
 from tokenmill.wire.channel import Sender
 from tokenmill.wire.messages import GenerateJob, ToScheduler
@@ -46,7 +47,7 @@ class Followers:
             StartFailed: one did not become ready.
             TokenmillError: what `load` raises, or the ranks cannot meet.
         """
-        if run.engine.meeting_place is not None:
+        if meeting_place(run.engine) is not None:
             raise ConfigError("an LLM has its ranks on one host: for several, use tokenmill serve")
         if run.engine.tp == 1:
             return load(Group.solo())

@@ -12,6 +12,7 @@ import zmq
 
 from tokenmill.engine.warm_up import WarmUp
 from tokenmill.errors import RankLost
+from tokenmill.parallel.place import ranks_here
 from tokenmill.procs import Report
 from tokenmill.text.grammar import Matchers, Vocabulary
 from tokenmill.text.tokenizer import Tokenizer
@@ -30,7 +31,7 @@ def run_scheduler(settings: SchedulerSettings, report: Report) -> None:
         TokenmillError: the model or the configuration cannot be used.
     """
     started = time.perf_counter()
-    is_first = settings.rank == settings.run.engine.ranks_here.start  # whose kernels the others find
+    is_first = settings.rank == ranks_here(settings.run.engine).start  # whose kernels the others find
     warm_up = WarmUp(settings.run, settings.model, is_wanted=is_first)
     from tokenmill.engine.load import load_engine  # beside the warm-up, as torch's import takes seconds
     from tokenmill.worker.ranks import join_group, open_ranks

@@ -12,6 +12,7 @@ import zmq
 from tokenmill.engine.device import take_device, taken_memory
 from tokenmill.parallel.connect import Place, connect
 from tokenmill.parallel.group import Group
+from tokenmill.parallel.place import meeting_place, ranks_here
 from tokenmill.wire.channel import PullChannel, address
 from tokenmill.wire.messages import ToScheduler
 from tokenmill.worker.inbox import FollowerInbox
@@ -29,14 +30,14 @@ def join_group(settings: SchedulerSettings) -> Group:
     engine = settings.run.engine
     if engine.tp == 1:
         return Group.solo()
-    here = engine.ranks_here
+    here = ranks_here(engine)
     return connect(_place(settings), take_device(engine.device, settings.rank - here.start, len(here)))
 
 
 def _place(settings: SchedulerSettings) -> Place:
     engine = settings.run.engine
     timeouts = settings.start_timeout, engine.collective_timeout
-    return Place(settings.rank, engine.tp, settings.directory, engine.meeting_place, *timeouts)
+    return Place(settings.rank, engine.tp, settings.directory, meeting_place(engine), *timeouts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tokenmill.config import LogLevel, RunConfig
+from tokenmill.parallel.place import ranks_here
 from tokenmill.procs import ProcessPlan
 
 
@@ -43,5 +44,5 @@ def plan_ranks(
             SchedulerSettings(run, model, directory, rank, api_workers, start_timeout, has_bounds),
             log_level,
         )
-        for rank in run.engine.ranks_here
+        for rank in ranks_here(run.engine)
     ]
