@@ -10,6 +10,7 @@ from tokenmill.config import RunConfig, check_range
 from tokenmill.errors import ConfigError
 from tokenmill.flags import PlanFlags
 from tokenmill.hub import ALIASES, resolve_model
+from tokenmill.parallel.place import ranks_here
 from tokenmill.spec import HardwareInfo, RopeKind
 from tokenmill.text.pre_tokenizers import rules
 from tokenmill.weights import gguf_config, hf_config
@@ -67,7 +68,7 @@ def plan(flags: PlanFlags) -> Iterator[str]:
         yield f"K/V, bytes a token {found.kv_bytes(kind):9,}   {len(kind.layers)} layers, {what}"
         yield f"K/V pool: {pages:,} pages of {config.page_size}, {pages * config.page_size:,} tokens"
     yield f"longest request: {config.max_model_len:,} tokens; at most {config.max_running} run at once"
-    sharers = len(run.engine.ranks_here) if config.device == "cpu" else 1
+    sharers = len(ranks_here(run.engine)) if config.device == "cpu" else 1
     bandwidth = flags.bandwidth * 1e9 if flags.bandwidth else measure_bandwidth(config.device) / sharers
     yield f"a step's floor, by what it reads at {bandwidth / 1e9:,.0f} GB/s" + (" (measured)" * (not flags.bandwidth))
     yield f"{'tokens':>9} {'fit':>6}  " + "  ".join(f"{f'{rows} rows':>10}" for rows in ROWS)
