@@ -66,11 +66,12 @@ APIS: Mapping[str, Api] = {
     ),
 }
 CARD = full(id=TEXT, object=one_of("model"), created=COUNT, owned_by=TEXT, max_model_len=COUNT)
+RANKS = array(array(COUNT, 2, 2))
 # What is answered where nothing is generated.
 ANSWERS: Mapping[str, Schema] = {
     "/v1/models": full(object=one_of("list"), data=array(CARD)),
     "/v1/models/{name}": CARD,
-    "/health": full(status=one_of("ok"), **dict.fromkeys(Pulse.__struct_fields__, COUNT)),
+    "/health": full(status=one_of("ok"), **dict.fromkeys(Pulse.__struct_fields__, COUNT) | {"ranks": RANKS}),
     "/ready": full(status=one_of("ready")),
     "/version": full(version=TEXT),
     "/v1/requests/{request_id}/cancel": full(id=TEXT, object=one_of("request.cancelled"), cancelled=whole(1)),
