@@ -185,5 +185,5 @@ class EngineMachine(RuleBasedStateMachine):
             self.engine.close()
 
 
-EngineMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+EngineMachine.TestCase.settings = settings(max_examples=45, stateful_step_count=25, deadline=None)
 TestEngine = EngineMachine.TestCase

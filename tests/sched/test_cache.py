@@ -5,8 +5,8 @@ import json
 import pytest
 
 from tokenmill.errors import InvalidRequest
-from tokenmill.sched.cache import MAX_PINS, CacheCounters, PrefixCache, Probe
-from tokenmill.sched.dump import as_text, salt_hash
+from tokenmill.sched.cache import MAX_PINS, PrefixCache
+from tokenmill.sched.dump import CacheCounters, Probe, as_text, salt_hash
 from tokenmill.wire.messages import pack_ids
 
 

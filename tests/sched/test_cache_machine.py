@@ -7,9 +7,10 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tokenmill.errors import InvalidRequest
-from tokenmill.sched.cache import Lease, PrefixCache, Probe
-from tokenmill.sched.dump import as_text
+from tokenmill.sched.cache import PrefixCache
+from tokenmill.sched.dump import Probe, as_text
 from tokenmill.sched.radix import path, salt_of
+from tokenmill.sched.windows import Lease
 from tokenmill.wire.messages import pack_ids, unpack_ids
 
 SALTS = st.sampled_from(["", "a"])

@@ -25,11 +25,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from tokenmill.config import Eviction
 from tokenmill.errors import InvalidRequest
-from tokenmill.sched.dump import tree_as_dict
+from tokenmill.sched.dump import CacheCounters, Probe, tree_as_dict
 from tokenmill.sched.pages import PagePool
 from tokenmill.sched.radix import TOKEN_BYTES, Node, RadixTree, path, salt_of
 from tokenmill.sched.window_tree import WindowTree
@@ -37,33 +36,6 @@ from tokenmill.sched.windows import Lease, Windows
 
 MAX_PINS = 1024
 MAX_PINNED_SHARE = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """What the tree knows of some tokens, counted in tokens.
-
-    `known` is the prefix that it has, in whole pages; `hit` what a request with exactly these tokens would find;
-    `pinned` and `in_use` the parts of `known` that pins and requests protect.
-    """
-
-    known: int
-    hit: int
-    pinned: int
-    in_use: int
-
-
-@dataclass(slots=True)
-class CacheCounters:
-    """Totals since the start. A request that was retracted looks its tokens up again, and counts again."""
-
-    lookups: int = 0
-    hits: int = 0
-    misses: int = 0
-    lookup_tokens: int = 0
-    hit_tokens: int = 0
-    evicted_pages: int = 0
-    yielded_pins: int = 0
 
 
 class PrefixCache:
@@ -340,34 +312,19 @@ class PrefixCache:
 
     def check(self) -> None:
         """Assert that every page has exactly one owner and that the tree's counts, locks and pins are right."""
+        leases = list(self._leases.values())
         owned: list[int] = [*self._pool.free_pages()]
         for _, pages, _ in self._fence:
             owned.extend(pages)
-        locks: dict[Node, int] = {}
-        for lease in self._leases.values():
+        for lease in leases:
             owned.extend(lease.pages[lease.shared :])
-        pins: dict[Node, int] = {}
-        for count, ends in ((locks, [lease.node for lease in self._leases.values()]), (pins, self._pins)):
-            for end in ends:
-                for node in path(end):
-                    count[node] = count.get(node, 0) + 1
-        evictable = pinned = 0
         for node in self._tree.nodes():
             owned.extend(node.pages)
-            assert len(node.key) == len(node.pages) * self.page_size * TOKEN_BYTES > 0
-            assert node.pins == pins.get(node, 0)
-            assert node.locks == locks.get(node, 0) + node.pins
-            assert node.is_queued or node.locks or node.children, "a leaf that cannot be evicted"
-            evictable += 0 if node.locks else len(node.pages)
-            pinned += len(node.pages) if node.pins else 0
-        for root in self._tree.roots.values():
-            assert root.locks == locks.get(root, 0) + pins.get(root, 0)
-            assert root.locks or root.children
-        assert (evictable, pinned) == (self._tree.num_evictable, self._tree.num_pinned)
+        self._tree.check([lease.node for lease in leases], self._pins)
         assert sorted(owned) == list(range(self.num_pages)), "a page has no owner, or two"
         if self.windows is not None:
             fenced = [page for _, _, window in self._fence for page in window]
-            self.windows.check(list(self._leases.values()), fenced, list(self._pins))
+            self.windows.check(leases, fenced, list(self._pins))
 
     def _has(self, count: int) -> bool:
         """Whether `count` pages of each kind can be had."""

@@ -1,4 +1,7 @@
-"""The prefix tree as data and as text, for people. Bounded: the levels nearest to the root come first."""
+"""What is known and counted of prefixes; their tree as data and as text, for people.
+
+Bounded: the levels nearest to the root come first.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,39 @@ import hashlib
 from array import array
 from collections import deque
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from tokenmill.sched.radix import TOKEN_BYTES, Node, Root
 
 FIRST_IDS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What the tree knows of some tokens, counted in tokens.
+
+    `known` is the prefix that it has, in whole pages; `hit` what a request with exactly these tokens would find;
+    `pinned` and `in_use` the parts of `known` that pins and requests protect.
+    """
+
+    known: int
+    hit: int
+    pinned: int
+    in_use: int
+
+
+@dataclass(slots=True)
+class CacheCounters:
+    """Totals since the start. A request that was retracted looks its tokens up again, and counts again."""
+
+    lookups: int = 0
+    hits: int = 0
+    misses: int = 0
+    lookup_tokens: int = 0
+    hit_tokens: int = 0
+    evicted_pages: int = 0
+    yielded_pins: int = 0
 
 
 def tree_as_dict(

@@ -206,6 +206,25 @@ class RadixTree:
         """All nodes but the roots, each after its parent."""
         return (node for root in self.roots.values() for node in descendants(root))
 
+    def check(self, ends: Iterable[Node | None], pins: Iterable[Node]) -> None:
+        """Assert that counts, locks and pins are right; requests' prefixes end at `ends`, pinned ones at `pins`."""
+        locked: dict[Node, int] = {}
+        pinned: dict[Node, int] = {}
+        for count, its in ((locked, ends), (pinned, pins)):
+            for end in its:
+                for node in path(end):
+                    count[node] = count.get(node, 0) + 1
+        for node in self.nodes():
+            assert len(node.key) == len(node.pages) * self._page_bytes > 0
+            assert node.pins == pinned.get(node, 0)
+            assert node.locks == locked.get(node, 0) + node.pins
+            assert node.is_queued or node.locks or node.children, "a leaf that cannot be evicted"
+        for root in self.roots.values():
+            assert root.locks == locked.get(root, 0) + pinned.get(root, 0)
+            assert root.locks or root.children
+        assert sum(len(node.pages) for node in self.nodes() if not node.locks) == self.num_evictable
+        assert sum(len(node.pages) for node in self.nodes() if node.pins) == self.num_pinned
+
     def _walk(self, node: Node, token_ids: bytes, at: int, end: int) -> list[tuple[Node, int]]:
         found: list[tuple[Node, int]] = []
         width = self._page_bytes
