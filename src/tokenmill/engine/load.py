@@ -88,6 +88,7 @@ def load_engine(
             else:
                 packed = load_packed(checkpoint, CpuKernels(library, config.threads), BITS.get(run.model.quantization))
                 model, attention = packed, (packed.attention(),)
+                torch.set_num_threads(1)  # torch's own would spin where the kernels' work
         log.info("weights loaded in %.1f s", time.perf_counter() - started)
         if config.device == "cuda":
             log.info("%d MiB of device memory set aside for CUDA graphs and sampling", set_aside(config, spec) >> 20)
@@ -96,7 +97,13 @@ def load_engine(
         config = dataclasses.replace(config, attention=attention[0].name)
         if group.rank == 0:
             _log(run, hardware, config, share)
-        parts = model, ops, attention, config, open_device(config)
+        parts = (
+            model,
+            ops,
+            attention,
+            config,
+            open_device(config if library is None else dataclasses.replace(config, threads=1)),
+        )
         engine = ModelEngine(
             *parts, matchers=matchers, may_capture=warm_up.is_done, agree=group.all_agree, at_close=warm_up.cancel
         )

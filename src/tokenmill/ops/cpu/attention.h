@@ -29,11 +29,17 @@ INLINE size_t place_of(const attention_plan *p, int row, int position) {
     return (size_t)(page * p->page_size + position % p->page_size) * p->kv_heads * p->dim;
 }
 
+// Numbers of one K or V are needed soon.
+INLINE void expect(const attention_plan *p, const void *pool, size_t place) {
+    size_t size = p->is_bfloat ? 2 : 4;
+    for (size_t at = 0; at < p->dim * size; at += 64) __builtin_prefetch((const char *)pool + place * size + at);
+}
+
 // One token: lanes are dimensions, and the heads that share K and V take what is loaded in turn.
-static __attribute__((noinline)) void attend_token(const attention_plan *p, int row, int kv_head, const float *query,
-                                                   const void *keys, const void *values, float *out) {
-    int dim = p->dim, parts = dim / LANES, group = p->heads / p->kv_heads, context = p->starts[row] + 1;
-    v16f mixed[MAX_GROUP][MAX_DIM / LANES];
+INLINE void attend_parts(int parts, const attention_plan *p, int row, int kv_head, const float *query,
+                         const void *keys, const void *values, float *out) {
+    int dim = p->dim, group = p->heads / p->kv_heads, context = p->starts[row] + 1;
+    v16f mixed[MAX_GROUP][MAX_DIM / LANES], sums[MAX_GROUP][LANES];
     float scores[MAX_GROUP][KEYS], most[MAX_GROUP], total[MAX_GROUP];
     size_t places[KEYS];
     for (int g = 0; g < group; g++) {
@@ -44,13 +50,22 @@ static __attribute__((noinline)) void attend_token(const attention_plan *p, int 
         int count = context - first < KEYS ? context - first : KEYS;
         for (int j = 0; j < count; j++) {
             places[j] = place_of(p, row, first + j) + (size_t)kv_head * dim;
-            v16f key[MAX_DIM / LANES];
-            for (int i = 0; i < parts; i++) key[i] = kv_numbers(keys, places[j] + i * LANES, p->is_bfloat);
-            for (int g = 0; g < group; g++) {
-                v16f sum = {0};
-                for (int i = 0; i < parts; i++) sum += AT(v16f, query + g * dim + i * LANES) * key[i];
-                scores[g][j] = sum_of(sum) * p->scale;
+            if (j < LANES) expect(p, keys, places[j]);
+        }
+        for (int start = 0; start < count; start += LANES) {
+            for (int j = 0; j < LANES; j++) {
+                size_t place = places[start + j < count ? start + j : count - 1];
+                if (start + j + LANES < count) expect(p, keys, places[start + j + LANES]);
+                expect(p, values, place);
+                v16f key[MAX_DIM / LANES];
+                for (int i = 0; i < parts; i++) key[i] = kv_numbers(keys, place + i * LANES, p->is_bfloat);
+                for (int g = 0; g < group; g++) {
+                    v16f sum = {0};
+                    for (int i = 0; i < parts; i++) sum += AT(v16f, query + g * dim + i * LANES) * key[i];
+                    sums[g][j] = sum;
+                }
             }
+            for (int g = 0; g < group; g++) PUT(scores[g] + start, sums_of(sums[g]) * p->scale);
         }
         for (int g = 0; g < group; g++) {
             for (int j = count; j < KEYS; j++) scores[g][j] = -INFINITY;
@@ -61,21 +76,28 @@ static __attribute__((noinline)) void attend_token(const attention_plan *p, int 
             float kept = exp_of(splat(most[g] - now))[0];
             for (int j = 0; j < KEYS; j += LANES) {
                 v16f e = exp_of(AT(v16f, scores[g] + j) - now);
+                e = choose(AT(v16f, scores[g] + j) > -INFINITY, e, splat(0));
                 PUT(scores[g] + j, e);
                 sum += e;
             }
-            for (int i = 0; i < parts; i++) mixed[g][i] *= kept;
-            total[g] = total[g] * kept, most[g] = now;
-            for (int j = 0; j < count; j++) total[g] += scores[g][j];
+            total[g] = total[g] * kept + sum_of(sum), most[g] = now;
+            v16f its[MAX_DIM / LANES];
+            for (int i = 0; i < parts; i++) its[i] = mixed[g][i] * kept;
+            for (int j = 0; j < count; j++)
+                for (int i = 0; i < parts; i++)
+                    its[i] += scores[g][j] * kv_numbers(values, places[j] + i * LANES, p->is_bfloat);
+            for (int i = 0; i < parts; i++) mixed[g][i] = its[i];
         }
-        for (int j = 0; j < count; j++)
-            for (int i = 0; i < parts; i++) {
-                v16f value = kv_numbers(values, places[j] + i * LANES, p->is_bfloat);
-                for (int g = 0; g < group; g++) mixed[g][i] += scores[g][j] * value;
-            }
     }
     for (int g = 0; g < group; g++)
         for (int i = 0; i < parts; i++) PUT(out + g * dim + i * LANES, mixed[g][i] / total[g]);
+}
+
+static __attribute__((noinline)) void attend_token(const attention_plan *p, int row, int kv_head, const float *query,
+                                                   const void *keys, const void *values, float *out) {
+    if (p->dim == 64) attend_parts(4, p, row, kv_head, query, keys, values, out);
+    else if (p->dim == 128) attend_parts(8, p, row, kv_head, query, keys, values, out);
+    else attend_parts(p->dim / LANES, p, row, kv_head, query, keys, values, out);
 }
 
 // Up to 16 neighbouring queries of a row and of the heads that share K and V: lanes are queries.

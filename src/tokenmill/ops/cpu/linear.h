@@ -18,11 +18,25 @@ typedef struct {
     const float *bias;
 } matrix;
 
-// Rows of activations in signed bytes: number = bytes * scale, by blocks; sums are those of a block's numbers.
+// Rows of activations in signed bytes: number = bytes * scale, by blocks; sums are those of a block's numbers. Rows
+// that are multiplied together lie together: block 0 of each, block 1 of each, ...
 typedef struct {
     int8_t *bytes;
     float *scales, *sums;
+    int rows;
 } rows_of_bytes;
+
+// The chunk of a row: there are as many of 8 as rows fill, then one each of 4, 2 and 1 as needed.
+INLINE void find_chunk(int rows, int row, int *first, int *size) {
+    *size = ROWS, *first = row / ROWS * ROWS;
+    if (rows - *first >= ROWS) return;
+    for (*size = ROWS / 2; !((rows - *first) & *size); *size /= 2) {}
+    while (row >= *first + *size) {
+        *first += *size;
+        do *size /= 2;
+        while (!((rows - *first) & *size));
+    }
+}
 
 INLINE size_t tile_bytes(const matrix *m) { return (size_t)m->inputs / BLOCK * (m->bits == 4 ? BYTES_4 : BYTES_8); }
 INLINE int tiles_of(const matrix *m) { return (m->lines + LANES - 1) / LANES; }
@@ -30,7 +44,7 @@ INLINE int tiles_of(const matrix *m) { return (m->lines + LANES - 1) / LANES; }
 static rows_of_bytes lay_out(uint8_t *memory, int rows, int inputs) {
     float *scales = (float *)memory;
     size_t count = (size_t)rows * inputs / BLOCK;
-    return (rows_of_bytes){(int8_t *)(scales + 2 * count), scales, scales + count};
+    return (rows_of_bytes){(int8_t *)(scales + 2 * count), scales, scales + count, rows};
 }
 static size_t bytes_for(int rows, int inputs) { return (size_t)rows * inputs / BLOCK * (BLOCK + 8) + 64; }
 
@@ -42,7 +56,8 @@ static void quantise_row(const float *x, const float *norm, float eps, int input
         for (int i = 0; i < inputs; i += LANES) squares += AT(v16f, x + i) * AT(v16f, x + i);
         factor = 1 / sqrtf(sum_of(squares) / inputs + eps);
     }
-    size_t first = (size_t)row * inputs;
+    int first, size;
+    find_chunk(out.rows, row, &first, &size);
     for (int i = 0; i < inputs; i += BLOCK) {
         v16f half[2];
         for (int j = 0; j < 2; j++) {
@@ -52,14 +67,15 @@ static void quantise_row(const float *x, const float *norm, float eps, int input
         float most = max_of(larger(larger(half[0], -half[0]), larger(half[1], -half[1])));
         float scale = most / 127, inverse = most > 0 ? 127 / most : 0;
         v16i sums = {0};
+        size_t place = (size_t)first * (inputs / BLOCK) + (size_t)i / BLOCK * size + row - first;
         for (int j = 0; j < 2; j++) {
             v16i number = (v16i)(half[j] * inverse + 12582912.0f) - 0x4b400000;  // to nearest
             sums += number;
             typedef int8_t v16c __attribute__((vector_size(16)));
-            PUT(out.bytes + first + i + LANES * j, __builtin_convertvector(number, v16c));
+            PUT(out.bytes + place * BLOCK + LANES * j, __builtin_convertvector(number, v16c));
         }
-        out.scales[(first + i) / BLOCK] = scale;
-        out.sums[(first + i) / BLOCK] = scale * sum_of(to_float(sums));
+        out.scales[place] = scale;
+        out.sums[place] = scale * sum_of(to_float(sums));
     }
 }
 
@@ -70,7 +86,7 @@ INLINE void tile_rows(int bits, int rows, const uint8_t *w, int inputs, rows_of_
     v16f total[ROWS];
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++) total[r] = (v16f){0};
-    for (int b = 0; b < blocks; b++) {
+    for (int b = 0; b < blocks; b++, bytes += rows * BLOCK, scales += rows, sums += rows) {
         v16i dots[ROWS];
         v16f scale = halves(w), least = bits == 4 ? halves(w + 32) : -128 * scale;
 #pragma GCC unroll 8
@@ -81,15 +97,15 @@ INLINE void tile_rows(int bits, int rows, const uint8_t *w, int inputs, rows_of_
             v64b both = AT(v64b, w), low = bits == 4 ? both & 15 : both, high = both >> 4;
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++) {
-                const int8_t *place = bytes + (size_t)r * inputs + b * BLOCK + 4 * g;
+                const int8_t *place = bytes + r * BLOCK + 4 * g;
                 dots[r] = dot4(dots[r], low, AT(int32_t, place), bits == 4);
                 if (bits == 4) dots[r] = dot4(dots[r], high, AT(int32_t, place + 16), 1);
             }
         }
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
-            total[r] += to_float(dots[r]) * scales[r * blocks + b] * scale;
-            total[r] += least * sums[r * blocks + b];
+            total[r] += to_float(dots[r]) * scales[r] * scale;
+            total[r] += least * sums[r];
         }
     }
 #pragma GCC unroll 8
@@ -116,7 +132,7 @@ typedef void (*tile_function)(const uint8_t *, int, rows_of_bytes, int, v16f *);
 static int multiply(const matrix *m, int tile, rows_of_bytes x, int row, int rows, v16f *out) {
     static const tile_function functions[2][4] = {{tile_4_1, tile_4_2, tile_4_4, tile_4_8},
                                                   {tile_8_1, tile_8_2, tile_8_4, tile_8_8}};
-    int log = rows >= 8 ? 3 : rows >= 4 ? 2 : rows >= 2 ? 1 : 0, made = 1 << log;
+    int log = rows >= 8 ? 3 : rows >= 4 ? 2 : rows >= 2 ? 1 : 0, made = 1 << log;  // as `find_chunk` has them
     functions[m->bits == 8][log](m->data + tile * tile_bytes(m), m->inputs, x, row, out);
     if (m->bias) {
         v16f bias = {0};

@@ -45,6 +45,18 @@ INLINE float sum_of(v16f x) {
 #endif
 }
 
+INLINE v16f sums_of_pairs(v16f a, v16f b) {
+    return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+           __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+}
+
+// The sum of each of 16 vectors; they are overwritten.
+INLINE v16f sums_of(v16f *x) {
+    for (int count = LANES / 2; count; count /= 2)
+        for (int i = 0; i < count; i++) x[i] = sums_of_pairs(x[2 * i], x[2 * i + 1]);
+    return x[0];
+}
+
 INLINE float max_of(v16f x) {
 #if defined(__AVX512F__)
     return _mm512_reduce_max_ps((__m512)x);
@@ -125,7 +137,12 @@ INLINE v16f halves(const uint8_t *place) {
 }
 
 INLINE v16f bfloats(const uint16_t *place) {
-    return (v16f)(__builtin_convertvector(AT(v16h, place), v16u) << 16);
+#if defined(__AVX512F__)
+    v16u wide = (v16u)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)place));
+#else
+    v16u wide = __builtin_convertvector(AT(v16h, place), v16u);
+#endif
+    return (v16f)(wide << 16);
 }
 
 INLINE uint16_t to_bfloat(float x) {
