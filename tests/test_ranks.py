@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import shutil
@@ -17,10 +18,13 @@ from tests.support.tiny_models import make_tiny_llama
 from tests.test_parity import TEXTS
 from tokenmill import LLM, SamplingParams
 from tokenmill.config import EngineConfig
-from tokenmill.errors import ConfigError, RankLost, TokenmillError
+from tokenmill.errors import ConfigError, RankLost, StartFailed, TokenmillError
 from tokenmill.hub import resolve_model
+from tokenmill.parallel.group import Group
 from tokenmill.parallel.place import meeting_place, ranks_here
 from tokenmill.types import StructuredOutputs
+from tokenmill.worker import followers
+from tokenmill.worker.ranks import join_group
 
 pytestmark = pytest.mark.server
 PROMPTS = [[5 + index, 6, 7, 8] * (1 + 3 * index) for index in range(6)]
@@ -141,6 +145,21 @@ def test_a_lost_rank_is_named(tmp_path: Path, number: int, words: str) -> None:
             list(stream)
         with pytest.raises(TokenmillError, match="closed"):
             llm.generate("hello", GREEDY)
+
+
+def test_a_rank_that_dies_while_it_loads_ends_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(multiprocessing.active_children())
+
+    def join_and_kill(*arguments: Any) -> Group:
+        group = join_group(*arguments)
+        (child,) = set(multiprocessing.active_children()) - before
+        child.kill()
+        child.join()
+        return group
+
+    monkeypatch.setattr(followers, "join_group", join_and_kill)
+    with pytest.raises(StartFailed, match="scheduler-1 could not start: killed by SIGKILL"):
+        open_llm(make_tiny_llama(tmp_path), 2)
 
 
 def test_sizes_that_cannot_be_are_refused_with_those_that_can(tmp_path: Path) -> None:

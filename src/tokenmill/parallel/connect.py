@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -51,7 +52,7 @@ class Place:
             raise ConfigError(f"--rendezvous: {host} cannot be reached from here: {error.strerror}") from None
 
 
-def connect(place: Place, device: Literal["cpu", "cuda"]) -> Group:
+def connect(place: Place, device: Literal["cpu", "cuda"], while_waiting: Callable[[], None] = lambda: None) -> Group:
     """The group of all ranks, once every one has come; tensors travel by NCCL on CUDA, by gloo on CPUs.
 
     On CUDA the caller's current device is the rank's.
@@ -75,7 +76,15 @@ def connect(place: Place, device: Literal["cpu", "cuda"]) -> Group:
         data = gloo("data") if device == "cpu" else _nccl(store, place, limit)
     except RuntimeError as error:
         raise RankLost(f"rank {place.rank} cannot connect to the others: {error}") from None
-    group = Group(place.rank, place.size, data, control, store)
+    group = Group(
+        place.rank,
+        place.size,
+        data,
+        control,
+        store,
+        patience=place.start_timeout,
+        while_waiting=while_waiting,
+    )
     group.all_reduce(torch.ones(1, device=device))  # opens the links, which a CUDA graph could not
     return group
 

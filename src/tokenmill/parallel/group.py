@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -9,6 +11,8 @@ import torch
 from torch import Tensor
 
 from tokenmill.errors import RankLost
+
+LOOK = 0.02  # seconds between two looks for another rank's word
 
 
 class SharedSum(Protocol):
@@ -36,6 +40,8 @@ class Group:
     control: Any = None
     store: Any = None
     memory: SharedSum | None = None  # for small sums, where the ranks have some in common
+    patience: float = 0.0  # seconds that `exchange` waits
+    while_waiting: Callable[[], None] = lambda: None  # and what it calls meanwhile, to raise if that is in vain
 
     @staticmethod
     def solo() -> Group:
@@ -73,11 +79,18 @@ class Group:
         """Every rank's word on a topic, in rank order. For the start: words are kept as long as the group."""
         if self.store is None:
             return [word] * self.size
+        keys, until = [f"{topic}/{rank}" for rank in range(self.size)], time.monotonic() + self.patience
         try:
-            self.store.set(f"{topic}/{self.rank}", word)
-            return [self.store.get(f"{topic}/{rank}").decode() for rank in range(self.size)]
+            self.store.set(keys[self.rank], word)
+            for rank, key in enumerate(keys):
+                while not self.store.check([key]):
+                    self.while_waiting()
+                    if time.monotonic() > until:
+                        raise RankLost(f"rank {rank} did not come within {self.patience:g} s ({topic})")
+                    time.sleep(LOOK)
+            return [self.store.get(key).decode() for key in keys]
         except RuntimeError as error:
-            raise RankLost(f"rank {self.rank} waited in vain for the others ({topic}): {error}") from None
+            raise RankLost(f"rank {self.rank} lost rank 0 ({topic}): {error}") from None
 
     def _gather_control(self, data: bytes) -> bytes:
         parts = [torch.empty(len(data), dtype=torch.uint8) for _ in range(self.size)]

@@ -14,7 +14,7 @@ import msgspec
 import zmq
 
 from tokenmill.config import RunConfig
-from tokenmill.errors import ConfigError, RankLost
+from tokenmill.errors import ConfigError, RankLost, StartFailed
 from tokenmill.parallel.group import Group
 from tokenmill.parallel.place import meeting_place
 from tokenmill.procs import Supervisor, private_directory
@@ -65,7 +65,7 @@ class Followers:
         loaded: list[T] = []
 
         def meanwhile() -> None:
-            group = join_group(own.settings)
+            group = join_group(own.settings, self._check)
             loaded.append(load(group))
             self._ranks = open_ranks(self._stack, context, own.settings, group, self._lose)
             self.gather = self._ranks.gather
@@ -94,6 +94,10 @@ class Followers:
     def close(self) -> None:
         """End the others."""
         self._stack.close()
+
+    def _check(self) -> None:
+        if (ended := self._supervisor.find_ended(timeout=0)) is not None:
+            raise StartFailed(f"{ended.name} could not start: {ended.reason}")
 
     def _lose(self, words: str) -> None:
         # By the watch's thread. The main one waits for the lost rank in a collective, which fails when that ends.

@@ -20,8 +20,8 @@ from tokenmill.worker.settings import SchedulerSettings
 from tokenmill.worker.watch import Watch
 
 
-def join_group(settings: SchedulerSettings) -> Group:
-    """The group of a scheduler process, once all ranks are there; takes the rank's device.
+def join_group(settings: SchedulerSettings, while_waiting: Callable[[], None] = lambda: None) -> Group:
+    """The group of a scheduler process, once all ranks are there; takes the rank's device. See `connect`.
 
     Raises:
         ConfigError: there are too few devices, or the rendezvous cannot be used.
@@ -31,7 +31,7 @@ def join_group(settings: SchedulerSettings) -> Group:
     if engine.tp == 1:
         return Group.solo()
     here = ranks_here(engine)
-    return connect(_place(settings), take_device(engine.device, settings.rank - here.start, len(here)))
+    return connect(_place(settings), take_device(engine.device, settings.rank - here.start, len(here)), while_waiting)
 
 
 def _place(settings: SchedulerSettings) -> Place:
