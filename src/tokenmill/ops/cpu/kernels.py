@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
+from tokenmill.errors import StartFailed
 from tokenmill.hub import cache_folder
 
 COMPILERS = ("cc", "gcc", "clang")
@@ -92,7 +93,10 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 class CpuKernels:
-    """The library and its pool of `threads`, which end with this object. One call at a time, from any thread."""
+    """The library and its pool of `threads`, which end with this object. One call at a time, from any thread.
+
+    Raises StartFailed: the system does not give so many threads.
+    """
 
     def __init__(self, library: Path, threads: int) -> None:
         self.library = ctypes.CDLL(str(library))
@@ -101,7 +105,7 @@ class CpuKernels:
             function.restype, function.argtypes = result, arguments
         pool = self.library.pool_open(threads)
         if not pool:
-            raise OSError(f"{threads} threads cannot be started")
+            raise StartFailed(f"{threads} compute threads cannot be started: lower --threads")
         self.pool = c_void_p(pool)
         weakref.finalize(self, self.library.pool_close, self.pool).atexit = False
 
@@ -128,8 +132,15 @@ def compiled(flags: Sequence[str] = ()) -> Path:
     """The compiled library, from the cache if it is there. Processes may race: the last to finish is kept.
 
     Raises:
-        OSError: there is no compiler, it fails, or the cache cannot be written.
+        OSError: there is no compiler, it fails, the cache cannot be written, or what lies there cannot be loaded.
+        SubprocessError: the compiler takes over a minute.
     """
+    library = _compiled(flags)
+    ctypes.CDLL(str(library))
+    return library
+
+
+def _compiled(flags: Sequence[str]) -> Path:
     compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
     if compiler is None:
         raise OSError("no C compiler in PATH (cc, gcc or clang)")

@@ -4,6 +4,7 @@
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -137,12 +138,17 @@ pool *pool_open(int size) {
     pthread_mutex_init(&all->mutex, NULL), pthread_cond_init(&all->wakes, NULL);
     all->size = size;
     for (int i = 0; i < size; i++) all->workers[i] = (worker){.pool = all, .index = i};
+    sigset_t before, every;
+    sigfillset(&every);
+    pthread_sigmask(SIG_SETMASK, &every, &before);  // signals are for the threads that wait for them
     for (int i = 1; i < size; i++) {
         if (pthread_create(&all->threads[i], NULL, serve, &all->workers[i])) {
             all->size = i;
             pool_close(all);
-            return NULL;
+            all = NULL;
+            break;
         }
     }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
     return all;
 }
