@@ -23,6 +23,8 @@ from tokenmill.worker.inbox import open_leader
 from tokenmill.worker.loop import make_loop
 from tokenmill.worker.settings import SchedulerSettings
 
+SWITCH_SECONDS = 0.0002
+
 
 def run_scheduler(settings: SchedulerSettings, report: Report) -> None:
     """Load, report, work until Stop.
@@ -47,6 +49,8 @@ def run_scheduler(settings: SchedulerSettings, report: Report) -> None:
         config = replace(config, max_waiting_tokens=sys.maxsize)
     gc.collect()
     gc.freeze()  # what is loaded stays: collections beside steps need not look at it
+    if config.device == "cpu":
+        sys.setswitchinterval(SWITCH_SECONDS)  # a step that ends must not wait 5 ms for the thread that plans the next
     with ExitStack() as stack:
         stack.enter_context(closing(matchers))
         stack.enter_context(closing(engine))
