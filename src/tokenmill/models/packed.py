@@ -22,6 +22,7 @@ from tokenmill.spec import ModelSpec
 
 WIDE_BITS = 8  # of token vectors, of the output matrix, and of quantised types that are made anew
 ROWS_AT_ONCE = 4096
+MAX_LAYERS = 1024  # whose phases the pool has counters for
 READERS = 2
 
 
@@ -32,6 +33,8 @@ def why_not_packed(checkpoint: WeightSource, bits: int | None) -> str | None:
         return f"models of the family {spec.family} have layers that the CPU kernels do not know"
     if spec.attention_cap or spec.logits_cap or spec.norm_offset or spec.activation != "silu":
         return "its activation, norms or caps are not those that the CPU kernels know"
+    if spec.num_layers > MAX_LAYERS:
+        return f"it has over {MAX_LAYERS} layers"
     if spec.head_dim % LANES or spec.head_dim > 256 or spec.num_heads // spec.num_kv_heads > LANES:
         return f"its heads of {spec.head_dim} dimensions are not a multiple of {LANES} up to 256"
     if spec.hidden_size % BLOCK or spec.intermediate_size % BLOCK or not spec.has_output:

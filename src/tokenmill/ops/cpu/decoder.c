@@ -173,7 +173,3 @@ void attention(pool *all, const attention_plan *plan, const float *query, const 
     attention_call call = {plan, query, keys, values, out};
     run_all(all, run_attention, &call, 2);
 }
-
-void embed(const matrix *m, const int64_t *ids, int count, float *out) {
-    for (int i = 0; i < count; i++) embed_row(m, ids[i], out + (size_t)i * m->inputs);
-}

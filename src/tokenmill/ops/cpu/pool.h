@@ -15,7 +15,7 @@
 typedef struct pool pool;
 typedef struct {
     pool *pool;
-    int index, phase, held;  // held: tasks that this thread has taken and not finished
+    int phase, held;  // held: tasks that this thread has taken and not finished
     uint8_t *scratch;        // the thread's own, `scratch_bytes`
     size_t scratch_bytes;
 } worker;
@@ -137,7 +137,7 @@ pool *pool_open(int size) {
     all->threads = calloc(size, sizeof *all->threads);
     pthread_mutex_init(&all->mutex, NULL), pthread_cond_init(&all->wakes, NULL);
     all->size = size;
-    for (int i = 0; i < size; i++) all->workers[i] = (worker){.pool = all, .index = i};
+    for (int i = 0; i < size; i++) all->workers[i] = (worker){.pool = all};
     sigset_t before, every;
     sigfillset(&every);
     pthread_sigmask(SIG_SETMASK, &every, &before);  // signals are for the threads that wait for them
