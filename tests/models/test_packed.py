@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,14 @@ def test_others_are_not_packed(tmp_path: Path, name: str) -> None:
     reason = why_not_packed(open_checkpoint(make_family(tmp_path / "folder", name)), 8)
     assert reason is not None
     assert REFUSED[name] in reason
+
+
+def test_sizes_that_blocks_do_not_divide_are_refused(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(make_family(tmp_path / "folder", "llama"))
+    odd = replace(checkpoint, spec=replace(checkpoint.spec, num_heads=5, num_kv_heads=1, head_dim=16))
+    assert "multiples of 32" in str(why_not_packed(odd, 8))
+    headless = replace(checkpoint, spec=replace(checkpoint.spec, has_output=False))
+    assert why_not_packed(headless, 8) == "it has no output matrix"
 
 
 def test_plain_numbers_are_packed_only_where_that_is_asked_for(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from gguf.quants import dequantize, quantize
 from tests.attention.paged import Paged
 from tokenmill.attention.cpu import CpuAttention
 from tokenmill.ops.cpu import kernels as its
-from tokenmill.ops.cpu.kernels import CpuKernels, compiled
+from tokenmill.ops.cpu.kernels import CpuKernels, _compiled, compiled
 from tokenmill.ops.cpu.packed import FLOATS, KINDS, PackedMatrix, reference_linear
 
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, its.COMPILERS)), reason="no C compiler")
@@ -99,6 +99,15 @@ def test_a_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert compiled(("-O1",)) == first
     assert first.stat().st_mtime_ns == made
     assert [path.name for path in first.parent.iterdir()] == [first.name]
+
+
+def test_a_damaged_library_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENMILL_CACHE", str(tmp_path))
+    flags = "-O1", "-DDAMAGED"  # of no library that this process has loaded: it would be found in memory
+    key = _compiled(flags)
+    key.write_bytes(b"")
+    assert compiled(flags) == key
+    assert key.stat().st_size > 0
 
 
 def test_what_cannot_be_compiled_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ def find_library(run: RunConfig, hardware: HardwareInfo, checkpoint: Checkpoint 
             return compiled()
         except (OSError, subprocess.SubprocessError) as error:
             reason = str(error)
-            log.info("the kernels that keep weights packed are not there, so these are expanded: %s", reason)
+            log.warning("the kernels that keep weights packed are not there, so these are expanded: %s", reason)
     if bits is not None:
         raise ConfigError(f"--quantization {wanted} cannot be used: {reason or 'there are no weights to read'}")
     return None

@@ -66,7 +66,9 @@ def load_model(
 def load_packed(checkpoint: WeightSource, kernels: CpuKernels, bits: int | None) -> PackedDecoder:
     """The model of a checkpoint for which there is nothing `why_not_packed`.
 
-    Raises ModelUnreadable: tensors are missing, unexpected, of the wrong shape, or unreadable.
+    Raises:
+        ModelUnreadable: tensors are missing, unexpected, of the wrong shape, or unreadable.
+        StartFailed: the model does not fit into memory.
     """
     spec = checkpoint.spec
     backends, meta = make_backends("reference", spec), torch.device("meta")
@@ -76,7 +78,10 @@ def load_packed(checkpoint: WeightSource, kernels: CpuKernels, bits: int | None)
         build_model(spec, torch.float32, Group.solo(), backends, None, meta)[1],
         spec,
     )
-    return PackedDecoder(checkpoint, kernels, bits)
+    try:
+        return PackedDecoder(checkpoint, kernels, bits)
+    except (RuntimeError, MemoryError) as error:
+        raise StartFailed("no memory for the packed model: free some, or take a smaller") from error
 
 
 def random_model(

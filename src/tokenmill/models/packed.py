@@ -21,7 +21,7 @@ from tokenmill.ops.cpu.packed import BLOCK, FLOATS, KINDS, LANES, PackedMatrix
 from tokenmill.spec import ModelSpec
 
 WIDE_BITS = 8  # of token vectors, of the output matrix, and of quantised types that are made anew
-ROWS_AT_ONCE = 4096
+NUMBERS_AT_ONCE = 2**19  # of a matrix held expanded, by each reader
 MAX_LAYERS = 1024  # whose phases the pool has counters for
 READERS = 2
 
@@ -37,7 +37,9 @@ def why_not_packed(checkpoint: WeightSource, bits: int | None) -> str | None:
         return f"it has over {MAX_LAYERS} layers"
     if spec.head_dim % LANES or spec.head_dim > 256 or spec.num_heads // spec.num_kv_heads > LANES:
         return f"its heads of {spec.head_dim} dimensions are not a multiple of {LANES} up to 256"
-    if spec.hidden_size % BLOCK or spec.intermediate_size % BLOCK or not spec.has_output:
+    if not spec.has_output:
+        return "it has no output matrix"
+    if any(size % BLOCK for size in (spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim)):
         return f"its sizes are no multiples of {BLOCK}"
     if bits is None and any(len(shape) > 1 and not checkpoint.kind(name) for name, shape in checkpoint.shapes.items()):
         return "its files hold plain numbers"
@@ -73,8 +75,12 @@ class PackedDecoder:
             self._final_norm.data_ptr(), frequencies.data_ptr(), self._layers,
         )  # fmt: skip
         with ThreadPoolExecutor(READERS, "weights") as pool:
-            for done in [pool.submit(task) for task in self._tasks]:
-                done.result()
+            try:
+                for done in [pool.submit(task) for task in self._tasks]:
+                    done.result()
+            except BaseException:  # what fails first ends the rest
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
         self._tasks.clear()
 
     @property
@@ -165,8 +171,9 @@ class PackedDecoder:
         self._kept.append(matrix)
 
         def fill() -> None:
-            for start in range(0, lines, ROWS_AT_ONCE):
-                stop = min(start + ROWS_AT_ONCE, lines)
+            step = max(LANES, NUMBERS_AT_ONCE // inputs // LANES * LANES)
+            for start in range(0, lines, step):
+                stop = min(start + step, lines)
                 rows = checkpoint.read_packed(weight, start, stop) if kind else checkpoint.read(weight, start, stop)
                 matrix.fill(self._kernels, rows, start, kind)
 

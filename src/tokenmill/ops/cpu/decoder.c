@@ -125,7 +125,8 @@ int decoder_step(pool *all, const model *m, const step *s) {
     for (int i = 0; i < 6; i++) total += (sizes[i] + 15) / 16 * 16;
     float *memory = aligned_alloc(64, total * 4);
     if (memory == NULL) return -1;
-    for (int i = 0, at = 0; i < 6; i++) places[i] = memory + at, at += (sizes[i] + 15) / 16 * 16;
+    size_t at = 0;
+    for (int i = 0; i < 6; i++) places[i] = memory + at, at += (sizes[i] + 15) / 16 * 16;
     run r = {m, s, places[0], places[1], places[2], places[3], places[4], (uint8_t *)places[5]};
     run_all(all, tokens ? run_step : run_logits, &r, tokens ? 16 + 12 * m->num_layers : 4);
     free(memory);

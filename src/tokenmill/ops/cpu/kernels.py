@@ -136,7 +136,11 @@ def compiled(flags: Sequence[str] = ()) -> Path:
         SubprocessError: the compiler takes over a minute.
     """
     library = _compiled(flags)
-    ctypes.CDLL(str(library))
+    try:
+        ctypes.CDLL(str(library))
+    except OSError:  # damaged: it is made anew, once
+        library.unlink(missing_ok=True)
+        ctypes.CDLL(str(library := _compiled(flags)))
     return library
 
 
@@ -159,6 +163,8 @@ def _compiled(flags: Sequence[str]) -> Path:
             command = [compiler, *OPTIONS, *its, "-o", str(made), main, "-lm"]
             done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)
             if done.returncode == 0:
+                with made.open("rb") as file:
+                    os.fsync(file.fileno())  # loading a file that was cut short ends the process
                 os.replace(made, library)
                 return library
             words = words or done.stderr.strip()[-300:]

@@ -46,8 +46,13 @@ INLINE float sum_of(v16f x) {
 }
 
 INLINE v16f sums_of_pairs(v16f a, v16f b) {
+#ifdef __clang__
     return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
            __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+#else  // GCC has the other only from version 12 on
+    v16i even = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
+    return __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, even + 1);
+#endif
 }
 
 // The sum of each of 16 vectors; they are overwritten.
