@@ -8,6 +8,7 @@ import pytest
 
 from tests.sched.support import Run, continuation
 from tokenmill.sched.request import Status
+from tokenmill.sched.window_tree import SPARE_ENTRIES
 from tokenmill.types import FinishReason
 from tokenmill.wire.messages import pack_ids, unpack_ids
 
@@ -298,3 +299,14 @@ def test_admission_counts_on_those_that_end_first():
     run.commit()
     run.finish()
     assert run.scheduler.counters.retractions == 0
+
+
+def test_window_pages_that_were_lost_with_their_prefixes_are_forgotten():
+    run = Run(window=16, num_window_pages=200, num_pages=48, max_running=4)
+    for uid in range(300):
+        run.add(uid, [uid % 7, uid % 11, uid % 13, uid, 1, 2, 3, 4], 40)
+    run.finish()
+    tree = run.scheduler.cache._tree
+    assert tree.num_window_pages <= 48
+    assert len(tree._window_queue) <= 2 * tree.num_window_pages + SPARE_ENTRIES
+    run.scheduler.check()

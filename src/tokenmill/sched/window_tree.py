@@ -14,6 +14,8 @@ from array import array
 from tokenmill.config import Eviction
 from tokenmill.sched.radix import Node, RadixTree
 
+SPARE_ENTRIES = 64  # of the queue, beside two a page
+
 
 class WindowTree(RadixTree):
     """A `RadixTree` for a window of so many tokens. `lost` are window pages that fell out of it: the caller's."""
@@ -133,6 +135,15 @@ class WindowTree(RadixTree):
         if node.window and not node.window_locks and not node.is_window_queued:
             node.is_window_queued = True
             heapq.heappush(self._window_queue, self._window_entry(node))
+            if len(self._window_queue) > 2 * self.num_window_pages + SPARE_ENTRIES:
+                self._clean_window_queue()
+
+    def _clean_window_queue(self) -> None:
+        """Forget nodes that were removed or locked since: nothing else does while window pages are free."""
+        for _, _, node in self._window_queue:
+            node.is_window_queued = bool(node.window) and not node.window_locks
+        self._window_queue = [entry for entry in self._window_queue if entry[2].is_window_queued]
+        heapq.heapify(self._window_queue)
 
     def _window_entry(self, node: Node) -> tuple[tuple[int, ...], int, Node]:
         self._pushes += 1
