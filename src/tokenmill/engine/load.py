@@ -26,6 +26,7 @@ from tokenmill.parallel.group import Group
 from tokenmill.parallel.place import ranks_here
 from tokenmill.sampling.grammar import MatcherSource
 from tokenmill.spec import HardwareInfo, ModelSpec
+from tokenmill.version import __version__
 from tokenmill.weights.checkpoint import open_checkpoint, read_shape
 
 log = logging.getLogger(__name__)
@@ -95,6 +96,7 @@ def load_engine(
             free = min(map(int, group.exchange("free", str(free_cuda_memory()))))
             config = resolve_beside(run, hardware, share, config, free)
         config = dataclasses.replace(config, attention=attention[0].name)
+        _compare(config, spec, group)
         if group.rank == 0:
             _log(run, hardware, config, share)
         parts = (
@@ -133,6 +135,14 @@ def _shared_hardware(hardware: HardwareInfo, group: Group, num_here: int) -> Har
         found = ", ".join(f"rank {rank}: {device}" for rank, device in enumerate(devices))
         raise ConfigError(f"the ranks' devices differ ({found}): say which with --device")
     return dataclasses.replace(hardware, fastest_dtype=dtypes[0], memory_bytes=min(map(int, memories)))
+
+
+def _compare(config: ResolvedConfig, spec: ModelSpec, group: Group) -> None:
+    """Raises ConfigError: the ranks were not started alike."""
+    words = repr((__version__, dataclasses.replace(config, threads=0), spec))
+    if group.size > 1 and len(set(group.exchange("configuration", words))) > 1:
+        advice = "start all with one command, but for --node-rank"
+        raise ConfigError(f"the ranks have different flags, models or versions of tokenmill: {advice}")
 
 
 def _log(run: RunConfig, hardware: HardwareInfo, config: ResolvedConfig, spec: ModelSpec) -> None:
