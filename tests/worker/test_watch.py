@@ -38,6 +38,19 @@ def test_a_silent_rank_is_named(watches: list[Watch]) -> None:
     assert words.get(timeout=30) == "rank 2 has given no sign of life for 0.8 s"
 
 
+def test_the_silence_of_a_trusted_rank_means_nothing(tmp_path: Path) -> None:
+    limits = {"silence": 0.4, "lateness": 60.0}
+    with zmq.Context() as context, ExitStack() as stack:
+        watches = [
+            stack.enter_context(
+                closing(Watch(context, address(tmp_path, f"beat-{rank}"), rank, 3, trusted=0, **limits))  # type: ignore[arg-type]
+            )
+            for rank in range(3)
+        ]
+        words = begin(watches, watches[1:2])
+        assert words.get(timeout=30) == "rank 2 has given no sign of life for 0.4 s", "rank 0 was as silent"
+
+
 def test_a_rank_that_stays_behind_is_named(watches: list[Watch]) -> None:
     watches[0].turns = watches[1].turns = 7
     watches[2].turns = 6

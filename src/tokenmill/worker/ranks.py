@@ -85,7 +85,10 @@ def open_ranks(
         return address(settings.directory, name) if engine.nnodes == 1 else f"tcp://{open_host}:*"
 
     limits = {"silence": engine.rank_timeout, "lateness": engine.collective_timeout}
-    watch = stack.enter_context(closing(Watch(context, where(f"beat-{rank}"), rank, group.size, **limits)))
+    # An LLM's rank 0 is its caller's process, which may hold the interpreter for long. The others end with it anyway.
+    trusted = None if settings.has_bounds else 0
+    watch = Watch(context, where(f"beat-{rank}"), rank, group.size, trusted=trusted, **limits)
+    stack.enter_context(closing(watch))
     inbox, own = None, ""
     if rank:
         pipe = PullChannel[list[ToScheduler]](context, where(f"rank-{rank}"), list[ToScheduler])

@@ -28,15 +28,24 @@ class Watch:
     """A rank's heart. It beats a few times in `silence` seconds, and hears those of all others.
 
     A rank that has not beaten for `silence` seconds, or is behind the others for `lateness`, is told of once.
+    The silence of rank `trusted` means nothing.
     """
 
     def __init__(
-        self, context: zmq.Context[Any], where: str, rank: int, size: int, *, silence: float, lateness: float
+        self,
+        context: zmq.Context[Any],
+        where: str,
+        rank: int,
+        size: int,
+        *,
+        silence: float,
+        lateness: float,
+        trusted: int | None = None,
     ) -> None:
         self.turns = 0  # of the loop; written by the thread that makes them
         self.num_bytes = 0
         self.lives = [Life() for _ in range(size)]
-        self._rank, self._silence, self._lateness = rank, silence, lateness
+        self._rank, self._silence, self._lateness, self._trusted = rank, silence, lateness, trusted
         self._own: zmq.Socket[bytes] = context.socket(zmq.PUB)
         self._others: zmq.Socket[bytes] = context.socket(zmq.SUB)
         for its in (self._own, self._others):
@@ -93,7 +102,7 @@ class Watch:
                 continue
             life.silent += passed
             life.behind = life.behind + passed if life.turns < most else 0.0
-            if life.silent > self._silence:
+            if life.silent > self._silence and rank != self._trusted:
                 return f"rank {rank} has given no sign of life for {self._silence:g} s"
             if life.behind > self._lateness:
                 return f"rank {rank} hangs: the other ranks have waited for it for {self._lateness:g} s"
