@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -176,14 +177,25 @@ def apply_masks(logits: Tensor, rows: Tensor, masks: Tensor) -> Tensor:
 
     Args:
         logits: [sampled, vocab] float32.
-        rows: [masked] int64, which of them.
+        rows: [masked] int64, which of them; all in their order, or some.
         masks: [masked, words] int32, bit i % 32 of word i // 32 for id i.
     """
-    octets = masks.view(torch.uint8).unsqueeze(2)  # [masked, 4 * words, 1]
-    shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
-    is_allowed = ((octets >> shifts) & 1).flatten(1)[:, : logits.shape[1]].bool()
-    masked = logits.index_select(0, rows).masked_fill_(~is_allowed, FORBIDDEN)
+    octets = masks.view(torch.uint8).flatten().int()
+    most = _octet_bounds(logits.device).index_select(0, octets).view(len(rows), 32 * masks.shape[1])
+    is_whole = len(rows) == len(logits)
+    masked = logits if is_whole else logits.index_select(0, rows)
+    torch.minimum(masked, most[:, : logits.shape[1]], out=masked)
     is_dead = masked.amax(dim=1) == FORBIDDEN
     # Rows without any id are drawn from as well: with equal numbers, that no sampler stumbles over.
-    logits.index_copy_(0, rows, masked.masked_fill_(is_dead.unsqueeze(1), 0.0))
+    torch.maximum(masked, torch.where(is_dead, 0.0, FORBIDDEN).unsqueeze(1), out=masked)
+    if is_whole:
+        return is_dead
+    logits.index_copy_(0, rows, masked)
     return torch.zeros(len(logits), dtype=torch.bool, device=logits.device).index_copy_(0, rows, is_dead)
+
+
+@cache
+def _octet_bounds(device: torch.device) -> Tensor:
+    """What a logit may be at most, [256, 8] float32: FORBIDDEN where an octet of a mask lacks the id's bit."""
+    octets, bits = (torch.arange(count, device=device) for count in (256, 8))
+    return torch.full((256, 8), torch.inf, device=device).masked_fill((octets.unsqueeze(1) >> bits) & 1 == 0, FORBIDDEN)
