@@ -17,6 +17,7 @@ from tokenmill.attention.cpu import CpuAttention
 from tokenmill.ops.cpu import kernels as its
 from tokenmill.ops.cpu.kernels import CpuKernels, _compiled, compiled
 from tokenmill.ops.cpu.packed import FLOATS, KINDS, PackedMatrix, reference_linear
+from tokenmill.sampling.grammar import apply_masks
 
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, its.COMPILERS)), reason="no C compiler")
 FLAGS = {"native": (), "avx2": ("-mavx2", "-mfma", "-mf16c"), "plain": ("-DNDEBUG",)}
@@ -90,6 +91,20 @@ def test_attention_is_exact(
     found = attention.run(paged.query, paged.kv, 1, metadata)
     tolerance = 2e-5 if dtype == torch.float32 else 8e-3
     torch.testing.assert_close(found.double(), paged.expected(), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 32, 100, 1000])
+def test_masks_are_those_of_the_twin(kernels: CpuKernels, vocab: int) -> None:
+    words = vocab // 32 + 1
+    masks = torch.randint(-(1 << 31), 1 << 31, (4, words), generator=torch.Generator().manual_seed(vocab)).int()
+    masks[1], masks[2] = 0, -1
+    logits, rows = numbers(6, vocab), torch.tensor([4, 0, 5, 2])
+    logits[4, 0] = float("-inf")
+    expected = logits.clone()
+    dead = apply_masks(expected, rows, masks)
+    assert kernels.apply_masks(logits, rows, masks).equal(dead)
+    assert logits.equal(expected)
+    assert dead[0]
 
 
 def test_a_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from tokenmill.models.base import CausalLM
 from tokenmill.ops.api import Hidden, Ops
 from tokenmill.sampling.base import Sampler
 from tokenmill.sampling.batch import SamplingTable
-from tokenmill.sampling.grammar import NO_ID, GrammarTable, MatcherSource
+from tokenmill.sampling.grammar import NO_ID, Apply, GrammarTable, MatcherSource
 from tokenmill.sampling.logprobs import ROWS_AT_ONCE, logprob_records
 from tokenmill.sampling.select import make_sampler
 from tokenmill.sched.plan import Row, StepPlan, StepResult
@@ -87,6 +87,7 @@ class ModelEngine:
         device: Device,
         *,
         matchers: MatcherSource | None = None,
+        apply_masks: Apply | None = None,
         may_capture: Callable[[], bool] = lambda: True,
         agree: Callable[[bool], bool] = lambda wish: wish,
         at_close: Callable[[], None] = lambda: None,
@@ -99,7 +100,7 @@ class ModelEngine:
         self._device = device
         self._state: DeviceState = allocate(config, model.spec, model.num_kv_heads, device.torch_device)
         self._table = SamplingTable(config.max_running + 1, model.spec.vocab_size, device.upload)
-        self._grammars = GrammarTable(model.spec.vocab_size, device.upload, device.fetch, matchers)
+        self._grammars = GrammarTable(model.spec.vocab_size, device.upload, device.fetch, matchers, apply_masks)
         self._sampler: Sampler = make_sampler(self._table, model.spec, stage.padded_count(config.max_running + 8), ops)
         self._order = DecodeOrder([], [], [])
         self._book = WishBook()

@@ -24,7 +24,7 @@ from tokenmill.ops.cpu.kernels import CpuKernels
 from tokenmill.ops.select import make_ops
 from tokenmill.parallel.group import Group
 from tokenmill.parallel.place import ranks_here
-from tokenmill.sampling.grammar import MatcherSource
+from tokenmill.sampling.grammar import Apply, MatcherSource
 from tokenmill.spec import HardwareInfo, ModelSpec
 from tokenmill.version import __version__
 from tokenmill.weights.checkpoint import open_checkpoint, read_shape
@@ -81,14 +81,16 @@ def load_engine(
         started = time.perf_counter()
         options = {"dtype": dtype, "group": group, "attention": attention, "ops": ops, "device": device}
         model: CausalLM
+        apply_masks: Apply | None = None
         with torch.inference_mode():
             if checkpoint is None:
                 model = random_model(spec, **options)
             elif library is None:
                 model = load_model(checkpoint, **options)
             else:
-                packed = load_packed(checkpoint, CpuKernels(library, config.threads), BITS.get(run.model.quantization))
-                model, attention = packed, (packed.attention(),)
+                kernels = CpuKernels(library, config.threads)
+                packed = load_packed(checkpoint, kernels, BITS.get(run.model.quantization))
+                model, attention, apply_masks = packed, (packed.attention(),), kernels.apply_masks
                 torch.set_num_threads(1)  # torch's own would spin where the kernels' work
         log.info("weights loaded in %.1f s", time.perf_counter() - started)
         if config.device == "cuda":
@@ -107,7 +109,12 @@ def load_engine(
             open_device(config if library is None else dataclasses.replace(config, threads=1)),
         )
         engine = ModelEngine(
-            *parts, matchers=matchers, may_capture=warm_up.is_done, agree=group.all_agree, at_close=warm_up.cancel
+            *parts,
+            matchers=matchers,
+            apply_masks=apply_masks,
+            may_capture=warm_up.is_done,
+            agree=group.all_agree,
+            at_close=warm_up.cancel,
         )
         if config.device == "cuda":
             finish_cuda_work()

@@ -54,6 +54,9 @@ class Fetched(Protocol):
         """Block until they are there."""
 
 
+Apply = Callable[[Tensor, Tensor, Tensor], Tensor]  # see `apply_masks`
+
+
 @dataclass(slots=True)
 class _Slot:
     """A matcher and what it is made of: what it shares with others may be worn out by them, and is then replaced.
@@ -77,8 +80,14 @@ class GrammarTable:
     """
 
     def __init__(
-        self, vocab_size: int, upload: Upload, fetch: Callable[[Tensor], Fetched], source: MatcherSource | None
+        self,
+        vocab_size: int,
+        upload: Upload,
+        fetch: Callable[[Tensor], Fetched],
+        source: MatcherSource | None,
+        apply: Apply | None = None,
     ) -> None:
+        self._apply = apply or apply_masks
         self._num_words = -(-(vocab_size + 1) // 32)
         self._upload, self._fetch, self._source = upload, fetch, source
         self._slots: dict[int, _Slot] = {}
@@ -127,7 +136,7 @@ class GrammarTable:
             self._fill(slots[place], bits[index * length :][:length], start + index * length)
         numbers = self._upload(array("i", places) + masks)
         rows = numbers[: len(places)].long()
-        return apply_masks(logits, rows, numbers[len(places) :].view(len(places), self._num_words))
+        return self._apply(logits, rows, numbers[len(places) :].view(len(places), self._num_words))
 
     def advance(self, drawn: Tensor, slots: Sequence[int]) -> None:
         """Take in the ids [sampled] int64 that were drawn, or NO_ID, on the device."""

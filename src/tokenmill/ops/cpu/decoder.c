@@ -174,3 +174,20 @@ void attention(pool *all, const attention_plan *plan, const float *query, const 
     attention_call call = {plan, query, keys, values, out};
     run_all(all, run_attention, &call, 2);
 }
+
+// Rows `places` of logits [.., vocab] lose the ids whose bits are 0 in `masks` [rows, words]. Rows in which nothing is
+// left become 0, and are marked in `dead`, a byte for each row of logits.
+void mask_logits(float *logits, int vocab, int rows, const int64_t *places, const uint32_t *masks, int words,
+                 uint8_t *dead) {
+    for (int row = 0; row < rows; row++) {
+        float *x = logits + (size_t)places[row] * vocab, most = -INFINITY;
+        for (int first = 0; first < vocab; first += 32) {
+            uint32_t bits = masks[(size_t)row * words + first / 32];
+            int count = vocab - first < 32 ? vocab - first : 32;
+            for (int i = 0; i < count; i++) x[first + i] = bits >> i & 1 ? x[first + i] : -INFINITY;
+            for (int i = 0; bits && i < count; i++) most = x[first + i] > most ? x[first + i] : most;
+        }
+        dead[places[row]] = most == -INFINITY;
+        if (most == -INFINITY) memset(x, 0, 4 * (size_t)vocab);
+    }
+}

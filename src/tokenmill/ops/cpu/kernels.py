@@ -19,6 +19,7 @@ from ctypes import POINTER, byref, c_float, c_int, c_int32, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tokenmill.errors import StartFailed
@@ -88,6 +89,7 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pack": (None, (c_void_p, c_int, c_int, c_int, c_void_p, c_int, c_int, c_size_t)),
     "linear": (c_int, (c_void_p, POINTER(Matrix), c_void_p, c_int, c_void_p)),
     "attention": (None, (c_void_p, POINTER(AttentionPlan), c_void_p, c_void_p, c_void_p, c_void_p)),
+    "mask_logits": (None, (c_void_p, c_int, c_int, c_void_p, c_void_p, c_int, c_void_p)),
     "decoder_step": (c_int, (c_void_p, POINTER(Model), POINTER(Step))),
 }
 
@@ -122,6 +124,13 @@ class CpuKernels:
         places = [its.data_ptr() for its in (query, keys, values, out)]
         self.library.attention(self.pool, byref(plan), *places)
         return out
+
+    def apply_masks(self, logits: Tensor, rows: Tensor, masks: Tensor) -> Tensor:
+        """See `sampling.grammar.apply_masks`; all are contiguous."""
+        dead = torch.zeros(len(logits), dtype=torch.bool)
+        shape, places = (logits.shape[1], len(rows)), (rows.data_ptr(), masks.data_ptr())
+        self.library.mask_logits(logits.data_ptr(), *shape, *places, masks.shape[1], dead.data_ptr())
+        return dead
 
     def step(self, model: Model, step: Step) -> None:
         """Run a decoder's step, which writes the K and V of its tokens, its states and its logits."""
